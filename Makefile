@@ -1,0 +1,73 @@
+# make demo, make test: nothing else to install. PYTHON picks the interpreter (3.10 to 3.13).
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+STAMP := $(VENV)/.stamp
+SOURCES := pyproject.toml constraints.txt
+
+.PHONY: help demo test test-gpu lint typecheck format docs wheel packages clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo      serve two small hybrid models by replay, and check every token"
+	@echo "make test      the whole suite on the CPU, Triton through its interpreter"
+	@echo "make test-gpu  tests marked gpu, with the Python that has torch (no network needed)"
+	@echo "make lint      ruff and mypy          make format    apply ruff's fixes and format"
+	@echo "make docs      build the site         make wheel     build dist/*.whl"
+	@echo "make packages  rewrite the package list of pyproject.toml from the folders"
+	@echo "make clean     remove what was built, .venv apart"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	    { echo "PYTHON: got $$($(PYTHON) -V 2>&1); allowed 3.10 or newer; make PYTHON=python3.12 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per set of extras; a set is installed again when its pins or metadata change.
+$(STAMP)-%: $(SOURCES) | $(BIN)/python
+	@echo "installing replayinfer[$*] into $(VENV)"
+	@$(PIP) install -c constraints.txt -e '.[$*]'
+	@touch $@
+
+demo: $(STAMP)-demo
+	$(BIN)/replayinfer demo $(ARGS)
+
+# TRITON_INTERPRET only works if it is set before the first import of Triton by anyone.
+test: $(STAMP)-test,demo
+	TRITON_INTERPRET=1 $(BIN)/pytest -q -n 2 $(ARGS)
+
+test-gpu:
+	PIP_BREAK_SYSTEM_PACKAGES=1 $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
+	env -u TRITON_INTERPRET $(PYTHON) -m pytest -q -m gpu $(ARGS)
+
+lint: $(STAMP)-lint,demo
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(MAKE) --no-print-directory typecheck
+
+# build/lib is removed first wherever a wheel is built: setuptools would ship deleted modules from it.
+typecheck: $(STAMP)-lint,demo
+	@rm -rf build/lib build/typecheck
+	@$(PIP) install --no-deps --no-build-isolation --target build/typecheck .
+	MYPYPATH=build/typecheck $(BIN)/mypy -p replayinfer
+
+format: $(STAMP)-lint,demo
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(STAMP)-docs
+	$(BIN)/mkdocs build --strict --quiet
+
+wheel: $(STAMP)-lint,demo
+	@rm -rf build/lib
+	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
+
+packages: $(STAMP)-test,demo
+	$(BIN)/python tests/test_packaging.py
+
+clean:
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

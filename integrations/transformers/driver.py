@@ -1,0 +1,179 @@
+"""What the cache layers and the dispatched functions call: a pool, a wrapper and the step between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from replayinfer import InputError, ReplayDecodeWrapper, StatePool
+
+from .families import ModelBinding
+
+__all__ = ["StateDriver", "spare_pages"]
+
+
+def spare_pages(sequences: int) -> int:
+    """Checkpoint or input pages beyond one set per sequence, so that no plan runs out of them.
+
+    Sequences that share a page and fold in the same step each take a page before the shared one is
+    released. Sharing needs two, so at most half as many pages are in flight as there are sequences.
+    """
+    return sequences // 2
+
+
+class StateDriver:
+    """The recurrent layers of one model over one pool, and which sequences the next forward is for.
+
+    A forward is a *prefill* (the state begins in it), a *decode step* (one token a sequence, by
+    replay), or an *extension* (more tokens onto a live state: the state is built in full, handed to
+    the model's own chunked function, and its result is seeded again).
+
+    Parameters
+    ----------
+    binding : ModelBinding
+    max_sequences, capacity, format, policy, backend, checkpoint_pages, input_pages, restore
+        As in `StatePool` and `ReplayDecodeWrapper`; page counts default to no plan running out.
+    own_steps : bool
+        Plan at the first recurrent layer of a decode step and commit after the last one. Otherwise
+        the owner calls `begin_step`, and `commit` or `abort`.
+    """
+
+    def __init__(
+        self,
+        binding: ModelBinding,
+        *,
+        max_sequences: int,
+        capacity: int = 16,
+        format: str = "fp32",
+        policy: str = "full",
+        backend: str = "auto",
+        checkpoint_pages: int | None = None,
+        input_pages: int | None = None,
+        own_steps: bool,
+    ) -> None:
+        self.binding = binding
+        self.spec: Any = binding.spec
+        model = binding.model
+        options: dict[str, Any] = {
+            "capacity": capacity, "format": format, "dtype": model.dtype, "device": model.device,
+        }  # fmt: skip
+        default = StatePool(binding.spec, binding.layers, 1, **options).sizes.input_pages
+        spare = spare_pages(max_sequences)
+        self.pool = StatePool(
+            binding.spec,
+            binding.layers,
+            max_sequences,
+            checkpoint_pages=checkpoint_pages or max_sequences + spare,
+            input_pages=input_pages or max_sequences * default + spare,
+            **options,
+        )
+        for layer, mixer in binding.mixers.items():
+            self.pool.bind(layer, **binding.family.kind.weights(mixer))
+        self.wrapper = ReplayDecodeWrapper(self.pool, backend=backend, policy=policy)
+        self.first, self.last = binding.layers[0], binding.layers[-1]
+        self.sequences: list[int] = []
+        # Every cache layer shows this dict to the model as its own.
+        self.has_previous_state = {0: False}
+        self._own_steps = own_steps
+        self._open = False
+        self._tails: dict[int, torch.Tensor] = {}
+        self._states: dict[int, torch.Tensor] = {}
+        self._added = 0
+        self._built: torch.Tensor | None = None
+
+    # Which forward comes next -----------------------------------------------------------------
+
+    def use(self, sequences: Sequence[int], *, live: bool) -> None:
+        """The next forward is for these sequences, which have a state already (`live`) or get one."""
+        self.sequences = list(sequences)
+        self.has_previous_state[0] = live
+        self._forget()
+
+    def begin_step(self, force_fold: Any = None) -> None:
+        """Plan and fold one decode step of the current sequences."""
+        if self._open:  # the forward before did not come to its end
+            self.abort()
+        self.wrapper.plan(self.sequences, force_fold=force_fold)
+        self._open = True
+        self.wrapper.fold()
+
+    def commit(self) -> None:
+        self.wrapper.commit()
+        self._open = False
+
+    def abort(self) -> None:
+        """Drop an unfinished step or prefill."""
+        self._forget()
+        if self._open:
+            self._open = False
+            self.wrapper.abort()
+
+    # Decode: called by the dispatched functions -----------------------------------------------
+
+    def conv(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """One step of a layer's convolution: ``[batch, 1, channels]`` in and out."""
+        if self._own_steps and layer == self.first:
+            self.begin_step()
+        return self.wrapper.conv(layer, x)
+
+    def run(self, layer: int, **inputs: torch.Tensor) -> torch.Tensor:
+        """One step of a layer's recurrence."""
+        y: torch.Tensor = self.wrapper.run(layer, **inputs)
+        if self._own_steps and layer == self.last:
+            self.commit()
+        return y
+
+    # Prefill and extension: called by the cache layers ----------------------------------------
+
+    def keep_conv(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+        """Take the pre-convolution rows ``[batch, channels, tokens]`` of a layer.
+
+        Returns
+        -------
+        Tensor
+            `x`, after the rows that came before it where the sequences are live.
+        """
+        if x.shape[0] != len(self.sequences):
+            raise InputError(
+                f"input_ids: got a batch of {x.shape[0]}; allowed {len(self.sequences)}, the batch of "
+                "this cache; make a new cache, or reset() it"
+            )
+        taps = self.spec.conv_width - 1
+        if layer == self.first:
+            self._forget()
+            self._added = x.shape[-1]
+            if self.has_previous_state[0]:
+                self._built = torch.stack([self.pool.materialize(s) for s in self.sequences])
+                self._before = torch.stack([self.pool.conv_tail(s) for s in self.sequences])
+        if self.has_previous_state[0]:
+            x = torch.cat([self._before[:, self.pool.index(layer)], x], dim=-1)
+        self._tails[layer] = x[..., max(x.shape[-1] - taps, 0) :]
+        return x
+
+    def full_state(self, layer: int) -> torch.Tensor:
+        """The states of the live sequences in the peer's order, for its chunked function."""
+        assert self._built is not None, "extension without keep_conv"
+        state = self._built[:, self.pool.index(layer)]
+        return state.transpose(-1, -2) if self.binding.family.kind.layout == "kv" else state
+
+    def keep_state(self, layer: int, state: torch.Tensor) -> None:
+        """Take a layer's final state; after the last layer all sequences are seeded."""
+        self._states[layer] = state
+        if layer != self.last:
+            return
+        for row, sequence in enumerate(self.sequences):
+            self.pool.seed(
+                sequence,
+                {layer: s[row].contiguous() for layer, s in self._states.items()},
+                conv={layer: t[row].contiguous() for layer, t in self._tails.items()},
+                tokens=self.pool.tokens(sequence) + self._added,
+                layout=self.binding.family.kind.layout,
+            )
+        self.has_previous_state[0] = True
+        self._forget()
+
+    def _forget(self) -> None:
+        self._tails, self._states, self._built, self._added = {}, {}, None, 0
+        self._before = torch.empty(0)

@@ -1,0 +1,225 @@
+"""Which models are served: one table entry per architecture, read by everything else here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+
+from replayinfer import GDNSpec, LayerSpec, Mamba2Spec, UnsupportedError
+
+__all__ = ["FAMILIES", "Family", "Kind", "ModelBinding", "describe", "unsupported_reason"]
+
+_OLDEST = (5, 17)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What all models of one recurrence share.
+
+    Attributes
+    ----------
+    spec, weights
+        Read a mixer module: its `LayerSpec`, and the tensors that `StatePool.bind` takes.
+    routes : mapping of str to str
+        Function that the mixer looks up in its module, and the route of `dispatch` that stands in.
+    layout : {"vk", "kv"}
+        Order of the last two dimensions of the state that the peer's functions take and return.
+    """
+
+    spec: Callable[[Any], LayerSpec]
+    weights: Callable[[Any], dict[str, torch.Tensor | None]]
+    routes: Mapping[str, str]
+    layout: Literal["vk", "kv"]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture of the peer: ``config.model_type``, its mixer class, its recurrence."""
+
+    model_type: str
+    mixer: str
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class ModelBinding:
+    """A model that can be served, taken apart.
+
+    Attributes
+    ----------
+    model : torch.nn.Module
+    family : Family
+    spec : LayerSpec
+        Shared by all recurrent layers.
+    mixers : dict of int to torch.nn.Module
+        By model layer index, in the order in which a forward reaches them.
+    module : ModuleType
+        Where the mixers look their functions up.
+    """
+
+    model: Any
+    family: Family
+    spec: LayerSpec
+    mixers: dict[int, Any]
+    module: ModuleType
+
+    @property
+    def layers(self) -> list[int]:
+        return list(self.mixers)
+
+
+def _mamba2_spec(mixer: Any) -> Mamba2Spec:
+    return Mamba2Spec(
+        heads=mixer.num_heads,
+        dim=mixer.head_dim,
+        state=mixer.ssm_state_size,
+        groups=mixer.n_groups,
+        # The peer clamps dt in its chunked prefill only; its decode step, which this replaces, does not.
+        dt_limit=(0.0, float("inf")),
+        conv_width=mixer.conv_kernel_size,
+    )
+
+
+def _mamba2_weights(mixer: Any) -> dict[str, torch.Tensor | None]:
+    return {
+        "A": -torch.exp(mixer.A_log.detach().float()),
+        "D": mixer.D.detach(),
+        "dt_bias": mixer.dt_bias.detach(),
+        **_conv_weights(mixer),
+    }
+
+
+def _gdn_spec(mixer: Any) -> GDNSpec:
+    return GDNSpec(
+        heads=mixer.num_v_heads,
+        key_heads=mixer.num_k_heads,
+        dim=mixer.head_v_dim,
+        state=mixer.head_k_dim,
+        # The mixer forms the gate and beta itself and leaves the normalisation to the function.
+        gate="log",
+        beta="given",
+        norm="l2",
+        norm_eps=1e-6,
+        conv_width=mixer.conv_kernel_size,
+    )
+
+
+def _conv_weights(mixer: Any) -> dict[str, torch.Tensor | None]:
+    bias = mixer.conv1d.bias
+    return {
+        "conv_weight": mixer.conv1d.weight.detach().squeeze(1),
+        "conv_bias": None if bias is None else bias.detach(),
+    }
+
+
+_MAMBA2 = Kind(
+    spec=_mamba2_spec,
+    weights=_mamba2_weights,
+    routes={
+        "causal_conv1d_update": "conv_step",
+        "mamba2_selective_state_update": "mamba2_step",
+        "mamba2_chunk_scan": "mamba2_chunk",
+    },
+    layout="vk",
+)
+_GDN = Kind(
+    spec=_gdn_spec,
+    weights=_conv_weights,
+    routes={
+        "causal_conv1d_update": "conv_step",
+        "torch_recurrent_gated_delta_rule": "gdn_step",
+        "torch_chunk_gated_delta_rule": "gdn_chunk",
+    },
+    layout="kv",
+)
+
+FAMILIES: dict[str, Family] = {
+    f.model_type: f
+    for f in (
+        Family("nemotron_h", "NemotronHMamba2Mixer", _MAMBA2),
+        Family("qwen3_next", "Qwen3NextGatedDeltaNet", _GDN),
+    )
+}
+"""Served architectures by ``config.model_type``."""
+
+
+def describe(model: Any) -> ModelBinding:
+    """Take a model apart for replay.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A causal language model of one of `FAMILIES`.
+
+    Raises
+    ------
+    UnsupportedError
+        The installed version, the architecture, or something about this model cannot be served.
+    """
+    _check_version()
+    config = _text_config(model)
+    model_type = getattr(config, "model_type", type(model).__name__)
+    family = FAMILIES.get(model_type)
+    if family is None:
+        raise UnsupportedError(
+            f"model: got model_type={model_type!r}; allowed {', '.join(FAMILIES)}; "
+            "use the model's own cache, or add an entry to FAMILIES"
+        )
+    found = [m for m in model.modules() if type(m).__name__ == family.mixer]
+    mixers = {int(m.layer_idx): m for m in sorted(found, key=lambda m: int(m.layer_idx))}
+    if not mixers:
+        raise UnsupportedError(
+            f"model: got {model_type} without a {family.mixer}; allowed at least one recurrent "
+            "layer; use the model's own cache"
+        )
+    for layer, mixer in mixers.items():
+        if mixer.activation not in ("silu", "swish"):
+            raise UnsupportedError(
+                f"activation: got {mixer.activation!r} in layer {layer}; allowed 'silu' after the "
+                "convolution; use the model's own cache"
+            )
+    specs = {layer: family.kind.spec(mixer) for layer, mixer in mixers.items()}
+    spec = next(iter(specs.values()))
+    if other := [layer for layer, s in specs.items() if s != spec]:
+        raise UnsupportedError(
+            f"model: got recurrent layers {other} of another shape; allowed one shape for all; "
+            "use the model's own cache"
+        )
+    module = sys.modules[type(next(iter(mixers.values()))).__module__]
+    return ModelBinding(model, family, spec, mixers, module)
+
+
+def unsupported_reason(model: Any) -> str | None:
+    """Why `describe` would refuse `model`, or None where it would not."""
+    try:
+        describe(model)
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def _text_config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    reader = getattr(config, "get_text_config", None)
+    return reader(decoder=True) if reader else config
+
+
+def _check_version() -> None:
+    try:
+        from transformers import __version__
+    except ImportError:
+        raise UnsupportedError(
+            "transformers: got no installation; allowed 5.17 or newer; "
+            "pip install 'replayinfer[transformers]'"
+        ) from None
+    parts = tuple(int(p) for p in __version__.split(".")[:2] if p.isdigit())
+    if parts < _OLDEST:
+        raise UnsupportedError(
+            f"transformers: got {__version__}; allowed 5.17 or newer; "
+            "pip install 'replayinfer[transformers]'"
+        )

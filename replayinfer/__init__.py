@@ -1,0 +1,90 @@
+"""Composable attention + SSM serving primitives: decode recurrent layers by replay.
+
+Start with `StatePool`, `ReplayDecodeWrapper` and a layer specification (`Mamba2Spec`, `GDNSpec`).
+Public names load on first use; importing the package loads neither triton nor any extra.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from . import backends, ops
+    from .errors import (
+        CapacityError,
+        InputError,
+        PlanError,
+        ReplayError,
+        StaleHandleError,
+        UnsupportedError,
+    )
+    from .formats import FORMATS, CheckpointFormat
+    from .metrics import StepCounters
+    from .ops import materialize
+    from .planner import HostPlanner, Plan
+    from .pools import CapacityReport, SequenceId, StatePool
+    from .spec import GDNSpec, LayerSpec, Mamba2Spec
+    from .wrapper import ReplayDecodeWrapper
+
+_MODULES = {
+    "errors": (
+        "CapacityError",
+        "InputError",
+        "PlanError",
+        "ReplayError",
+        "StaleHandleError",
+        "UnsupportedError",
+    ),
+    "formats": ("FORMATS", "CheckpointFormat"),
+    "metrics": ("StepCounters",),
+    "ops": ("materialize",),
+    "planner": ("HostPlanner", "Plan"),
+    "pools": ("CapacityReport", "SequenceId", "StatePool"),
+    "spec": ("GDNSpec", "LayerSpec", "Mamba2Spec"),
+    "wrapper": ("ReplayDecodeWrapper",),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+_SUBMODULES = ("backends", "ops")
+
+__all__ = [
+    "FORMATS",
+    "CapacityError",
+    "CapacityReport",
+    "CheckpointFormat",
+    "GDNSpec",
+    "HostPlanner",
+    "InputError",
+    "LayerSpec",
+    "Mamba2Spec",
+    "Plan",
+    "PlanError",
+    "ReplayDecodeWrapper",
+    "ReplayError",
+    "SequenceId",
+    "StaleHandleError",
+    "StatePool",
+    "StepCounters",
+    "UnsupportedError",
+    "__version__",
+    "backends",
+    "materialize",
+    "ops",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    elif name in _SUBMODULES:
+        value = importlib.import_module(f".{name}", __name__)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,48 @@
+"""What a backend does: four operations on a pool, and an honest answer about what it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from ..planner import Plan
+from ..pools import StatePool
+
+__all__ = ["Backend"]
+
+
+class Backend(Protocol):
+    """Executes plans. Arguments are checked before they arrive; `layer` is a position in the pool.
+
+    Implementations may be stateless: everything they work on belongs to the pool and the plan.
+    """
+
+    name: str
+
+    def supports(self, pool: StatePool) -> str | None:
+        """None if every operation works on `pool`, else the reason why not."""
+
+    def fold(self, pool: StatePool, plan: Plan) -> None:
+        """Advance the checkpoints of the plan's fold list over their rows, in all layers."""
+
+    def conv(
+        self, pool: StatePool, plan: Plan, layer: int, x: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Convolve the window, and put its pre-convolution rows into the rings."""
+
+    def readout(
+        self,
+        pool: StatePool,
+        plan: Plan,
+        layer: int,
+        inputs: Mapping[str, torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """Append the window's rows and write its outputs; checkpoints are only read."""
+
+    def materialize(
+        self, pool: StatePool, layer: int, page: int, table: list[int], rows: int
+    ) -> torch.Tensor:
+        """The state after `rows` rows, float32 ``[heads, dim, state]``; nothing is written."""

@@ -1,0 +1,81 @@
+"""Backends by name. `auto` takes the first that supports the pool and says which in `.name`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..errors import InputError, UnsupportedError
+from ..pools import StatePool
+from .base import Backend
+
+__all__ = ["available", "register", "select"]
+
+
+def _torch() -> Backend:
+    from .torch import TorchBackend
+
+    return TorchBackend()
+
+
+# In the order `auto` tries them; factories, so that nothing is imported before it is used.
+_FACTORIES: dict[str, Callable[[], Backend]] = {"torch": _torch}
+_MADE: dict[str, Backend] = {}
+
+
+def available() -> list[str]:
+    """Names that `select` takes, in the order ``auto`` tries them."""
+    return list(_FACTORIES)
+
+
+def register(name: str, factory: Callable[[], Backend], *, first: bool = False) -> None:
+    """Add a backend under a new name; `first` lets ``auto`` prefer it.
+
+    Raises
+    ------
+    InputError
+        The name is taken.
+    """
+    if name in _FACTORIES or name == "auto":
+        raise InputError(f"name: got {name!r}; allowed a name not in use; choose another")
+    if first:
+        rest = dict(_FACTORIES)
+        _FACTORIES.clear()
+        _FACTORIES[name] = factory
+        _FACTORIES.update(rest)
+    else:
+        _FACTORIES[name] = factory
+
+
+def select(name: str | Backend, pool: StatePool) -> Backend:
+    """The backend of that name, or for ``"auto"`` the first that supports `pool`.
+
+    Raises
+    ------
+    UnsupportedError
+        An unknown name, or a backend that does not support the pool, with its reason.
+    """
+    if not isinstance(name, str):
+        candidates = [name]
+    elif name == "auto":
+        candidates = [_make(n) for n in _FACTORIES]
+    elif name in _FACTORIES:
+        candidates = [_make(name)]
+    else:
+        raise UnsupportedError(
+            f"backend: got {name!r}; allowed auto, {', '.join(_FACTORIES)}; pick one"
+        )
+    reasons = []
+    for backend in candidates:
+        reason = backend.supports(pool)
+        if reason is None:
+            return backend
+        reasons.append(f"{backend.name} ({reason})")
+    raise UnsupportedError(
+        f"backend: got {name!r}; allowed one that supports this pool; refused: {'; '.join(reasons)}"
+    )
+
+
+def _make(name: str) -> Backend:
+    if name not in _MADE:
+        _MADE[name] = _FACTORIES[name]()
+    return _MADE[name]

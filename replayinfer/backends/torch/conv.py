@@ -1,0 +1,36 @@
+"""Causal depthwise convolution over a window, with its pre-convolution rows kept in a ring."""
+
+from __future__ import annotations
+
+import torch
+
+from ...planner import Plan
+from ...pools import StatePool
+from .rows import Window
+
+__all__ = ["conv_update"]
+
+
+def conv_update(
+    pool: StatePool, plan: Plan, layer: int, window: Window, x: torch.Tensor
+) -> torch.Tensor:
+    """``y_t = activation(bias + sum_i weight_i x_{t - width + 1 + i})``, float32 ``[n, window, channels]``.
+
+    Window rows go into the ring as given. A rejected one is overwritten by the next window, since its
+    place follows from the token's position alone.
+    """
+    ring, taps = pool.conv.rows[layer], pool.conv.taps
+    new = window.take(x)
+    place = plan.arrays.conv_place[: plan.batch].long()
+    slot = plan.arrays.slot[: plan.batch].long()
+    back = torch.arange(-taps, 0, device=x.device)
+    old = ring[slot[:, None], (place[:, None] + back) % pool.conv.ring].float()
+    ring[window.slot, window.ring] = new[window.sequence, window.token].to(ring.dtype)
+
+    line = torch.cat([old, new], dim=1)  # [n, taps + window, channels]
+    weight = pool.weights["conv_weight"][layer]
+    steps = new.shape[1]
+    y = pool.weights["conv_bias"][layer].expand(new.shape)
+    for i in range(taps + 1):
+        y = y + weight[:, i] * line[:, i : i + steps]
+    return torch.nn.functional.silu(y) if pool.spec.conv_activation == "silu" else y

@@ -1,0 +1,47 @@
+"""The one gate formula, the one beta rule and the one norm, always in float32."""
+
+from __future__ import annotations
+
+import torch
+
+from ...spec import GDNSpec, Mamba2Spec
+
+__all__ = ["beta", "log_decay", "norm_scale", "softplus", "step_sizes"]
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """``log(1 + e^x)``, right over all of fp32: not 0 for x = -80, not inf for x = 80.
+
+    ``max(x, 0) + log1p(e^-|x|)`` never exponentiates a positive number.
+    """
+    x = x.float()
+    return x.clamp_min(0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def step_sizes(spec: Mamba2Spec, dt: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
+    """Mamba-2's ``dt``: bias, softplus, clamp; float32 ``[..., heads]``."""
+    dt = dt.float() + dt_bias
+    if spec.dt_softplus:
+        dt = softplus(dt)
+    return dt.clamp(*spec.dt_limit)
+
+
+def log_decay(a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
+    """GDN's ``g = -exp(A_log) softplus(a + dt_bias)``; float32 ``[..., heads]``, never above 0."""
+    # The rate is kept finite: infinity times a softplus that underflowed to 0 would be NaN.
+    rate = torch.exp(a_log).clamp_max(torch.finfo(torch.float32).max)
+    return -rate * softplus(a.float() + dt_bias)
+
+
+def beta(spec: GDNSpec, b: torch.Tensor) -> torch.Tensor:
+    """How strongly a token overwrites, in float32: in (0, 1), in (0, 2), or as given."""
+    b = b.float()
+    if spec.beta == "given":
+        return b
+    return torch.sigmoid(b) * (2.0 if spec.beta == "sigmoid2" else 1.0)
+
+
+def norm_scale(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Reciprocal l2 norm over the last dimension, ``rsqrt(sum x^2 + eps)``, without it."""
+    x = x.float()
+    return torch.rsqrt((x * x).sum(-1) + eps)

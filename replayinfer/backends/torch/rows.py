@@ -1,0 +1,113 @@
+"""Rows in and out of pages, and sums of gates over segments of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...planner import Plan
+from ...pools import StatePool
+
+__all__ = ["Window", "gather_rows", "pairwise_sums", "suffix_sums"]
+
+
+def gather_rows(
+    pool: StatePool, layer: int, table: torch.Tensor, counts: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """The first ``counts[i]`` rows of sequence ``i``, float32 ``[n, rows, ...]``, zero beyond.
+
+    Dead rows may hold anything, so they are replaced when loaded and never multiplied away. The row
+    axis always spans the whole table: a sequence's sums then have the same shape in any batch.
+    """
+    places = table.shape[1] * pool.sizes.page_rows
+    live = torch.arange(places, device=table.device) < counts[:, None]
+    pages = table.clamp_min(0)
+    rows = {}
+    for name, field in pool.inputs.fields.items():
+        values = field[layer][pages].flatten(1, 2).float()
+        keep = live.view(*live.shape, *(1,) * (values.dim() - 2))
+        rows[name] = torch.where(keep, values, 0.0)
+    return rows
+
+
+def suffix_sums(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over the rows after each row, and over all rows: ``([n, rows, ...], [n, ...])``.
+
+    A reverse scan that is shifted, never a difference: subtracting prefix sums, or a row's own gate
+    from an inclusive scan, loses every digit next to a gate of -1280.
+    """
+    inclusive = g.flip(1).cumsum(1).flip(1)
+    after = torch.cat([inclusive[:, 1:], torch.zeros_like(g[:, :1])], dim=1)
+    return after, inclusive[:, 0]
+
+
+def pairwise_sums(g: torch.Tensor) -> torch.Tensor:
+    """Sums over ``(s, t]``: ``[n, t, s, ...]`` from ``[n, rows, ...]``; 0 where ``s >= t``.
+
+    For each ``t`` a reverse scan over the rows up to ``t``, shifted by one.
+    """
+    rows = g.shape[1]
+    index = torch.arange(rows, device=g.device)
+    upto = (index[None, :] <= index[:, None]).view(1, rows, rows, *(1,) * (g.dim() - 2))
+    masked = torch.where(upto, g[:, None], 0.0)
+    inclusive = masked.flip(2).cumsum(2).flip(2)
+    return torch.cat([inclusive[:, :, 1:], torch.zeros_like(inclusive[:, :, :1])], dim=2)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The new tokens of a step: which entries of ``[batch, window, ...]`` are real, and where
+    their rows go.
+    """
+
+    batch: int
+    live: torch.Tensor  # bool [batch, window]
+    sequence: torch.Tensor  # [tokens]
+    token: torch.Tensor  # [tokens]
+    page: torch.Tensor  # [tokens]
+    offset: torch.Tensor  # [tokens]
+    ring: torch.Tensor  # [tokens]: places in the convolution ring
+    slot: torch.Tensor  # [tokens]
+
+    @classmethod
+    def of(cls, pool: StatePool, plan: Plan) -> Window:
+        n, rows = plan.batch, pool.sizes.page_rows
+        live = np.arange(plan.window) < plan.windows[:, None]
+        sequence, token = np.nonzero(live)
+        row = plan.starts[sequence] + token
+        page = plan.table[sequence, row // rows]
+        assert not page.size or int(page.min()) >= 0, "a window row has no page"
+        place = (_tokens_before(pool, plan)[sequence] + token) % pool.conv.ring
+        columns = (sequence, token, page, row % rows, place, plan.slots[sequence])
+
+        def send(x: NDArray[np.generic]) -> torch.Tensor:
+            return torch.from_numpy(x.astype(np.int64)).to(pool.device)
+
+        return cls(n, torch.from_numpy(live).to(pool.device), *(send(c) for c in columns))
+
+    def take(self, x: torch.Tensor) -> torch.Tensor:
+        """A step input in float32 without pads: ``[batch, window, ...]``, dead tokens zero."""
+        x = x[: self.batch].float()
+        return torch.where(self.live.view(*self.live.shape, *(1,) * (x.dim() - 2)), x, 0.0)
+
+    def put(self, out: torch.Tensor, y: torch.Tensor) -> None:
+        """Write an output: zeros in pads and dead tokens."""
+        keep = self.live.view(*self.live.shape, *(1,) * (y.dim() - 2))
+        out[: self.batch] = torch.where(keep, y, 0.0).to(out.dtype)
+        out[self.batch :] = 0
+
+    def append(self, pool: StatePool, layer: int, rows: Mapping[str, torch.Tensor]) -> None:
+        """Write window rows ``[batch, window, ...]`` into their pages."""
+        for name, values in rows.items():
+            field = pool.inputs.fields[name]
+            field[layer, self.page, self.offset] = values[self.sequence, self.token].to(field.dtype)
+
+
+def _tokens_before(pool: StatePool, plan: Plan) -> NDArray[np.int64]:
+    """Tokens before the window; a fold moves base and history, not their sum."""
+    cur = pool.cursors
+    return cur.base[plan.slots] + cur.history[plan.slots]

@@ -1,0 +1,210 @@
+"""Bare operations, for engines that compose their own step.
+
+The order of a step is plan, `fold`, `conv_update` and `readout` per layer, `commit`. Each checks its
+arguments, raises before anything changes, and leaves the work to a backend.
+`ReplayDecodeWrapper` is these functions with the bookkeeping done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from .backends import Backend, select
+from .checks import check_tensor
+from .errors import InputError, PlanError
+from .planner import HostPlanner, Plan
+from .pools import StatePool
+from .spec.base import GATE_DTYPES
+
+__all__ = ["commit", "conv_update", "fold", "materialize", "readout"]
+
+
+def fold(planner: HostPlanner, plan: Plan, *, backend: str | Backend = "auto") -> None:
+    """Fold the sequences that `plan` selects, in all layers, before the first readout of the step.
+
+    Writes the checkpoint pages of the fold list and moves those sequences' cursors.
+    """
+    pool = planner.pool
+    pool.require_bound()
+    if plan.state != "planned":
+        raise PlanError(
+            f"fold: got a plan that is {plan.state}; allowed once per plan, right after it is made; "
+            "plan the next step"
+        )
+    select(backend, pool).fold(pool, plan)
+    planner.folded(plan)
+
+
+def conv_update(
+    pool: StatePool,
+    plan: Plan,
+    layer: int,
+    x: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    backend: str | Backend = "auto",
+) -> torch.Tensor:
+    """The layer's causal convolution over the window.
+
+    Parameters
+    ----------
+    x : Tensor, [bucket, window, channels]
+        Pre-convolution activations of the pool's dtype.
+    out : Tensor, optional
+        As `x`; may not overlap it.
+
+    Returns
+    -------
+    Tensor
+        ``[bucket, window, channels]``; zeros in pad rows and dead tokens.
+
+    Notes
+    -----
+    Writes the window's rows into the convolution rings of its sequences. Running it twice for one
+    layer and plan writes the same again.
+    """
+    _require_folded(plan, "conv_update")
+    index = pool.index(layer)
+    spec = pool.spec
+    if not spec.conv_width:
+        raise InputError(
+            "conv_update: got a spec with conv_width=0; allowed conv_width >= 2; "
+            "make the spec with the layer's kernel size"
+        )
+    shape = (plan.bucket, plan.window, spec.conv_channels)
+    dims = ("bucket", "window", "channels")
+    check_tensor("x", x, shape=shape, dims=dims, dtypes=(pool.dtype,), device=pool.device)
+    out = _output(out, shape, dims, pool)
+    select(backend, pool).conv(pool, plan, index, x, out)
+    return out
+
+
+def readout(
+    pool: StatePool,
+    plan: Plan,
+    layer: int,
+    *,
+    out: torch.Tensor | None = None,
+    backend: str | Backend = "auto",
+    **inputs: torch.Tensor | None,
+) -> torch.Tensor:
+    """Append the window's rows in one layer and return its outputs; the checkpoint is only read.
+
+    Parameters
+    ----------
+    **inputs
+        By family, ``[bucket, window, ...]`` each. Mamba-2: ``x [heads, dim]``, ``dt [heads]``,
+        ``B [groups, state]``, ``C [groups, state]``, optional ``z [heads, dim]``. GDN:
+        ``q [key_heads, state]``, ``k [key_heads, state]``, ``v [heads, dim]``, ``a [heads]`` (or
+        ``g [heads]``, the log decay, with ``gate="log"``), ``b [heads]``. Activations have the pool's
+        dtype; gates may be float32 or 16-bit and are computed in float32.
+    out : Tensor, optional
+        ``[bucket, window, heads, dim]`` of the pool's dtype or float32.
+
+    Returns
+    -------
+    Tensor
+        ``[bucket, window, heads, dim]``; zeros in pad rows and dead tokens.
+    """
+    _require_folded(plan, "readout")
+    index = pool.index(layer)
+    ready = check_inputs(pool, plan, inputs)
+    sizes = tuple(getattr(pool.spec, name) for name in pool.spec.output_dims)
+    out = _output(
+        out, (plan.bucket, plan.window, *sizes), ("bucket", "window", *pool.spec.output_dims), pool
+    )
+    select(backend, pool).readout(pool, plan, index, ready, out)
+    return out
+
+
+def commit(
+    planner: HostPlanner, plan: Plan, accepted: ArrayLike | None = None
+) -> NDArray[np.int32]:
+    """Advance the histories by the accepted counts (the whole windows if omitted)."""
+    return planner.commit(plan, accepted)
+
+
+def materialize(
+    pool: StatePool,
+    sequence: int,
+    rows: int | None = None,
+    *,
+    backend: str | Backend = "auto",
+) -> torch.Tensor:
+    """The full state of a sequence after `rows` of its committed rows (all if omitted).
+
+    Returns
+    -------
+    Tensor
+        float32 ``[layers, heads, dim, state]``, in the order of ``pool.layers``. Nothing is written.
+    """
+    pool.require_bound()
+    slot = pool.cursors.peek(sequence)
+    history = int(pool.cursors.history[slot])
+    if rows is None:
+        rows = history
+    if isinstance(rows, bool) or not isinstance(rows, int) or not 0 <= rows <= history:
+        raise InputError(
+            f"rows: got {rows!r}; allowed 0..{history}, the committed rows after the checkpoint; "
+            "choose a count within"
+        )
+    page = int(pool.cursors.checkpoint[slot])
+    table = pool.cursors.table[slot].tolist()
+    chosen = select(backend, pool)
+    return torch.stack(
+        [chosen.materialize(pool, i, page, table, rows) for i in range(len(pool.layers))]
+    )
+
+
+def check_inputs(
+    pool: StatePool, plan: Plan, inputs: Mapping[str, torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """The inputs of a readout, each checked against the spec; optional ones that are None left out."""
+    spec = pool.spec
+    names = [f.name for f in spec.input_fields]
+    if unknown := [n for n in inputs if n not in names]:
+        raise InputError(
+            f"inputs: got {', '.join(unknown)}; allowed {', '.join(names)} for {spec.family}; "
+            "rename or drop it"
+        )
+    ready = {}
+    for field in spec.input_fields:
+        value = inputs.get(field.name)
+        if value is None and field.optional:
+            continue
+        ready[field.name] = check_tensor(
+            field.name,
+            value,
+            shape=(plan.bucket, plan.window, *(getattr(spec, d) for d in field.dims)),
+            dims=("bucket", "window", *field.dims),
+            dtypes=(pool.dtype,) if field.kind == "activation" else GATE_DTYPES,
+            device=pool.device,
+            advice="pad to the plan's bucket and window; for a shard use spec.shard(rank, size)",
+        )
+    return ready
+
+
+def _output(
+    out: torch.Tensor | None,
+    shape: tuple[int, ...],
+    dims: tuple[str, ...],
+    pool: StatePool,
+) -> torch.Tensor:
+    if out is None:
+        return torch.empty(shape, dtype=pool.dtype, device=pool.device)
+    return check_tensor(
+        "out", out, shape=shape, dims=dims, dtypes=tuple({pool.dtype, torch.float32}),
+        device=pool.device, written=True,
+    )  # fmt: skip
+
+
+def _require_folded(plan: Plan, action: str) -> None:
+    if plan.state != "folded":
+        raise PlanError(
+            f"{action}: got a plan that is {plan.state}; allowed between fold and commit; the order "
+            "of a step is plan, fold, run, commit"
+        )

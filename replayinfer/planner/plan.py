@@ -1,0 +1,188 @@
+"""The plan of one step: device arrays at fixed addresses, and the host's record of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..pools.pages import IdArray
+
+__all__ = ["Plan", "PlanArrays", "PlanBuffer"]
+
+# Uploads in flight before a host buffer is written again. Three cover two steps ahead of the device.
+_STAGES = 3
+
+
+@dataclass(frozen=True)
+class PlanArrays:
+    """The arrays that kernels read, int32; one entry per row of the padded bucket.
+
+    A pad row has ``slot``, ``page`` and table entries of -1 and zeros elsewhere. The fold list is
+    dense: its first ``fold_count[0]`` entries are valid, the others are pads.
+
+    Attributes
+    ----------
+    slot : [bucket]
+        Sequence slot, which is also the convolution ring's.
+    page : [bucket]
+        Checkpoint page that the readout reads: the fold's destination where the sequence folds.
+    history : [bucket]
+        Rows before the window, after the folds of this step.
+    window : [bucket]
+        New tokens of the sequence, 0..T.
+    conv_place : [bucket]
+        Ring position of the window's first token.
+    table : [bucket, pages]
+        Input pages, after the folds of this step.
+    fold_count : [1]
+    fold_source, fold_target, fold_rows : [bucket]
+        Pages and row counts of the folds.
+    fold_table : [bucket, pages]
+        Input pages that hold the folded rows, as they were before this step.
+    """
+
+    slot: torch.Tensor
+    page: torch.Tensor
+    history: torch.Tensor
+    window: torch.Tensor
+    conv_place: torch.Tensor
+    table: torch.Tensor
+    fold_count: torch.Tensor
+    fold_source: torch.Tensor
+    fold_target: torch.Tensor
+    fold_rows: torch.Tensor
+    fold_table: torch.Tensor
+
+
+# Name -> (columns or "pages", pad value); fold_count stands alone at the front.
+_LAYOUT: tuple[tuple[str, bool, int], ...] = (
+    ("slot", False, -1),
+    ("page", False, -1),
+    ("history", False, 0),
+    ("window", False, 0),
+    ("conv_place", False, 0),
+    ("fold_source", False, -1),
+    ("fold_target", False, -1),
+    ("fold_rows", False, 0),
+    ("table", True, -1),
+    ("fold_table", True, -1),
+)
+_HEADER = 4  # ints before the first array; keeps arrays 16-byte aligned
+
+
+class PlanBuffer:
+    """One int32 allocation per bucket that holds every array of a plan.
+
+    The device side never moves, so a CUDA graph captured on it stays valid. On a CPU the host side is
+    the device side. Elsewhere pinned host buffers rotate, each reused only once its upload is done.
+    """
+
+    def __init__(self, bucket: int, pages: int, device: torch.device) -> None:
+        self.bucket = bucket
+        self.pages = pages
+        columns = sum(pages if paged else 1 for _, paged, _ in _LAYOUT)
+        size = _HEADER + bucket * columns
+        self._device = torch.full((size,), -1, dtype=torch.int32, device=device)
+        self._events: list[torch.cuda.Event | None] = []
+        if device.type == "cpu":
+            hosts = [self._device]
+        else:
+            pin = device.type == "cuda"
+            hosts = [torch.empty(size, dtype=torch.int32, pin_memory=pin) for _ in range(_STAGES)]
+            self._events = [None] * _STAGES
+        self._stages = [(h, self._views(h.numpy())) for h in hosts]
+        self._current = 0
+        views = {
+            name: torch.narrow(self._device, 0, start, stop - start).view(shape)
+            for name, start, stop, shape in self._spans()
+        }
+        self.arrays = PlanArrays(**views)
+
+    def begin(self) -> dict[str, NDArray[np.int32]]:
+        """Host views of the next buffer to fill, all pads."""
+        self._current = (self._current + 1) % len(self._stages)
+        if self._events and (event := self._events[self._current]) is not None:
+            event.synchronize()  # done long ago unless the host runs three steps ahead
+        views = self._stages[self._current][1]
+        for name, _, pad in _LAYOUT:
+            views[name].fill(pad)
+        views["fold_count"].fill(0)
+        return views
+
+    def upload(self) -> None:
+        """Send the filled buffer to the device, without waiting for it."""
+        if not self._events:
+            return
+        self._device.copy_(self._stages[self._current][0], non_blocking=True)
+        if self._device.device.type == "cuda":
+            event = self._events[self._current] or torch.cuda.Event()
+            event.record()
+            self._events[self._current] = event
+
+    def _spans(self) -> list[tuple[str, int, int, tuple[int, ...]]]:
+        spans: list[tuple[str, int, int, tuple[int, ...]]] = [("fold_count", 0, 1, (1,))]
+        start = _HEADER
+        for name, paged, _ in _LAYOUT:
+            shape = (self.bucket, self.pages) if paged else (self.bucket,)
+            stop = start + self.bucket * (self.pages if paged else 1)
+            spans.append((name, start, stop, shape))
+            start = stop
+        return spans
+
+    def _views(self, flat: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
+        return {n: flat[a:b].reshape(shape) for n, a, b, shape in self._spans()}
+
+
+@dataclass
+class Plan:
+    """What one step does, from plan to commit or abort.
+
+    Attributes
+    ----------
+    batch, bucket, window : int
+        Sequences, rows of the padded batch, and tokens per row of the step's tensors (T).
+    arrays : PlanArrays
+        What kernels read; the same addresses in every plan of this bucket.
+    windows, starts : int32 [batch]
+        New tokens per sequence, and rows before them after the folds.
+    fold : bool [batch]
+        The sequences that fold before the readouts.
+    fold_rows : int32 [batch]
+        Rows that a folding sequence folds (its whole history at plan time).
+    forced : int
+        Folds that ``force_fold`` asked for and nothing else did.
+    early : int
+        Folds that the policy added.
+    """
+
+    batch: int
+    bucket: int
+    window: int
+    arrays: PlanArrays
+    handles: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    windows: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    fold: NDArray[np.bool_]
+    fold_rows: NDArray[np.int32]
+    forced: int
+    early: int
+    # The fold list, and what changes hands when it has run.
+    fold_index: NDArray[np.int64]
+    pages: IdArray
+    table: IdArray
+    taken_checkpoints: IdArray
+    taken_inputs: IdArray
+    released_checkpoints: IdArray
+    released_inputs: IdArray
+    state: Literal["planned", "folded", "committed", "aborted"] = "planned"
+    layers_run: set[int] = field(default_factory=set)
+
+    @property
+    def fold_count(self) -> int:
+        """Sequences that fold before the readouts of this step."""
+        return int(self.fold_index.size)

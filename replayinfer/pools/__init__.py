@@ -1,0 +1,8 @@
+"""Paged state pools: checkpoint pages, input pages, convolution rings, cursors."""
+
+from .capacity import CapacityReport
+from .cursors import SequenceId
+from .pages import PageAllocator
+from .pool import StatePool
+
+__all__ = ["CapacityReport", "PageAllocator", "SequenceId", "StatePool"]

@@ -1,0 +1,81 @@
+"""The checkpoint pool: pages of recurrent state in one of the formats."""
+
+from __future__ import annotations
+
+import torch
+
+from ..formats import CheckpointFormat, join_planes, split_planes, to_storage
+from ..spec import LayerSpec
+
+__all__ = ["CheckpointPool"]
+
+
+class CheckpointPool:
+    """State pages of every layer: ``[layers, pages, heads, dim, state]``.
+
+    In ``fp32_split`` a head's two planes lie one after the other, so a page has the size and the head
+    offsets of plain fp32, and a readout streams ``dim * state`` contiguous 16-bit values.
+
+    Attributes
+    ----------
+    storage : Tensor
+        The allocation: ``[layers, pages, heads, (2,) dim, state]``.
+    plane : Tensor, [layers, pages, heads, dim, state]
+        What a readout loads: the state, or its high plane.
+    low : Tensor or None
+        int16, the low plane of ``fp32_split``.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        fmt: CheckpointFormat,
+        layers: int,
+        pages: int,
+        device: torch.device,
+    ) -> None:
+        self.format = fmt
+        heads, dim, state = spec.state_shape
+        self.low: torch.Tensor | None = None
+        if fmt.rounded_readout:
+            self.storage = torch.zeros(
+                (layers, pages, heads, 2, dim, state), dtype=torch.int16, device=device
+            )
+            self.plane = self.storage[:, :, :, 0].view(torch.bfloat16)
+            self.low = self.storage[:, :, :, 1]
+        else:
+            self.storage = torch.zeros(
+                (layers, pages, heads, dim, state), dtype=fmt.plane_dtype, device=device
+            )
+            self.plane = self.storage
+
+    @property
+    def nbytes(self) -> int:
+        return self.storage.nbytes
+
+    def zero(self, pages: torch.Tensor) -> None:
+        """Set whole pages to the zero state in every layer."""
+        self.storage[:, pages] = 0
+
+    def read(self, layer: int | slice, pages: torch.Tensor) -> torch.Tensor:
+        """The state as a readout sees it, float32 ``[(layers,) n, heads, dim, state]``."""
+        return self.plane[layer, pages].float()
+
+    def load(self, layer: int | slice, pages: torch.Tensor) -> torch.Tensor:
+        """The state as a fold sees it: all stored bits, float32."""
+        if self.low is None:
+            return self.read(layer, pages)
+        return join_planes(self.plane[layer, pages], self.low[layer, pages])
+
+    def store(self, layer: int | slice, pages: torch.Tensor, state: torch.Tensor) -> None:
+        """Encode float32 states into pages."""
+        if self.low is None:
+            self.plane[layer, pages] = to_storage(state, self.format)
+            return
+        high, low = split_planes(state)
+        self.plane[layer, pages] = high
+        self.low[layer, pages] = low
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Copy whole pages, every plane and layer, without decoding them."""
+        self.storage[:, target] = self.storage[:, source]

@@ -1,0 +1,549 @@
+"""`StatePool`: the sequences of one model's recurrent layers, and everything they hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..checks import check_tensor, positive_int
+from ..errors import InputError, PlanError, UnsupportedError
+from ..formats import CheckpointFormat, get_format
+from ..spec import LayerSpec
+from .capacity import CapacityReport, PoolSizes, fit_sequences, report
+from .checkpoint import CheckpointPool
+from .conv import ConvPool
+from .cursors import MAX_SLOTS, Cursors, SequenceId
+from .inputs import InputPool
+from .pages import PageAllocator
+
+__all__ = ["StatePool"]
+
+_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DEFAULT_PAGE_ROWS = 8
+
+
+class StatePool:
+    """Checkpoint pages, input pages, convolution rings and cursors of one set of layers.
+
+    A sequence has the same page ids in every layer. Nothing is ever written into a page that another
+    sequence holds; every method either does the whole of what it says or raises and changes nothing.
+
+    Parameters
+    ----------
+    spec : LayerSpec
+        The shape of the layers (one shape per pool; use a pool per shape otherwise).
+    layers : iterable of int
+        Model layer indices that this pool serves, e.g. the recurrent layers of a pipeline stage.
+    max_sequences : int
+        Sequences that may live at once.
+    capacity : int
+        Rows a sequence may hold after its checkpoint, the window of a step included (L).
+    max_window : int
+        Longest window of a step (T): 1 to decode, 1 + drafts to verify.
+    format : str
+        Checkpoint format: ``fp32``, ``fp32_split``, ``bf16`` or ``fp16``.
+    dtype : torch.dtype
+        Activations in rows and convolution rings: float32, bfloat16 or float16.
+    checkpoint_pages, input_pages : int, optional
+        Defaults suffice for `max_sequences` that share nothing. Forks need spare checkpoint pages:
+        two sharers that fold in one step take a page each before the shared one is released.
+    page_rows : int, optional
+        Rows of an input page, a power of two. A fork copies at most one page.
+    restore : {"window", "any"}
+        ``"any"`` keeps ``capacity`` more convolution rows per sequence, and with them may roll back
+        to any row after the checkpoint; ``"window"`` reaches back over the last window only.
+    device : torch.device or str
+
+    Raises
+    ------
+    UnsupportedError
+        A size, type or format that cannot work, e.g. a capacity below the window.
+
+    Examples
+    --------
+    >>> from replayinfer import Mamba2Spec, StatePool
+    >>> pool = StatePool(Mamba2Spec(heads=4, dim=8, state=16), layers=[0, 2], max_sequences=8)
+    >>> a, b = pool.alloc(2)
+    >>> (c,) = pool.fork(a)
+    >>> pool.free([a, b, c])
+    >>> pool.pages_in_use()
+    {'checkpoint pages': 0, 'input pages': 0, 'sequence slots': 0}
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        layers: Iterable[int],
+        max_sequences: int,
+        *,
+        capacity: int = 16,
+        max_window: int = 1,
+        format: str | CheckpointFormat = "fp32",
+        dtype: torch.dtype = torch.float32,
+        checkpoint_pages: int | None = None,
+        input_pages: int | None = None,
+        page_rows: int | None = None,
+        restore: Literal["window", "any"] = "window",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        sizes = _sizes(
+            spec, layers, max_sequences, capacity=capacity, max_window=max_window, format=format,
+            dtype=dtype, checkpoint_pages=checkpoint_pages, input_pages=input_pages,
+            page_rows=page_rows, restore=restore,
+        )  # fmt: skip
+        self.spec = spec
+        self.layers = _layer_tuple(layers)
+        self.layer_index = {layer: i for i, layer in enumerate(self.layers)}
+        self.sizes = sizes
+        self.format = sizes.format
+        self.dtype = dtype
+        self.capacity = capacity
+        self.max_window = max_window
+        self.restore = restore
+        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+
+        n = len(self.layers)
+        self.checkpoints = CheckpointPool(spec, self.format, n, sizes.checkpoint_pages, self.device)
+        self.inputs = InputPool(
+            spec, self.format, dtype, n, sizes.input_pages, sizes.page_rows, self.device
+        )
+        self.conv = ConvPool(spec, dtype, n, max_sequences, sizes.ring, self.device)
+        self.weights: dict[str, torch.Tensor] = {
+            f.name: torch.full(
+                (n, *f.shape), math.nan if f.default is None else f.default, device=self.device
+            )
+            for f in spec.weight_fields
+        }
+        self._bound = dict.fromkeys(
+            self.layers, all(f.default is not None for f in spec.weight_fields)
+        )
+        self.cursors = Cursors(max_sequences, sizes.pages_per_sequence)
+        advice = "free sequences, or make the pool with more {}"
+        self.slot_ids = PageAllocator(
+            "sequence slots", max_sequences, advice.format("max_sequences")
+        )
+        self.checkpoint_ids = PageAllocator(
+            "checkpoint pages", sizes.checkpoint_pages, advice.format("checkpoint_pages")
+        )
+        self.input_ids = PageAllocator(
+            "input pages", sizes.input_pages, advice.format("input_pages")
+        )
+
+    @classmethod
+    def from_memory_budget(
+        cls, spec: LayerSpec, layers: Iterable[int], budget: int, **options: Any
+    ) -> StatePool:
+        """A pool for as many sequences that share nothing as fit into `budget` bytes.
+
+        `options` are those of the constructor except the counts of sequences and pages.
+
+        Raises
+        ------
+        CapacityError
+            Not even one sequence fits; the message says what one needs.
+        """
+        layers = _layer_tuple(layers)
+        for name in ("max_sequences", "checkpoint_pages", "input_pages"):
+            if name in options:
+                raise InputError(
+                    f"{name}: got {options[name]!r}; allowed nothing, the budget decides it; "
+                    "use StatePool(...) to choose it"
+                )
+        budget = positive_int("budget", budget)
+        sizing = {k: v for k, v in options.items() if k != "device"}
+        one = report(_sizes(spec, layers, 1, **sizing))
+        return cls(spec, layers, min(fit_sequences(one, budget), MAX_SLOTS), **options)
+
+    # Layers -----------------------------------------------------------------------------------
+
+    def bind(self, layer: int, **weights: torch.Tensor | None) -> None:
+        """Give a layer its parameters; they are copied and kept in float32.
+
+        Folds and readouts of every step use them, so bind again after a weight update.
+
+        Parameters
+        ----------
+        layer : int
+            A model layer index of this pool.
+        **weights
+            By the names of ``spec.weight_fields``. Mamba-2: ``A [heads]`` (negative), ``D [heads]``,
+            ``dt_bias [heads]``; GDN with ``gate="softplus"``: ``A_log [heads]``, ``dt_bias [heads]``;
+            with a convolution ``conv_weight [channels, width]``, ``conv_bias [channels]``.
+            ``None`` or an omitted name means its default; any float dtype.
+        """
+        index = self.index(layer)
+        fields = {f.name: f for f in self.spec.weight_fields}
+        if unknown := set(weights) - set(fields):
+            raise InputError(
+                f"weights: got {', '.join(sorted(unknown))}; allowed "
+                f"{', '.join(fields) or 'none for this spec'}; rename or drop it"
+            )
+        ready: dict[str, torch.Tensor] = {}
+        for name, field in fields.items():
+            value = weights.get(name)
+            if value is None:
+                if field.default is None:
+                    raise InputError(
+                        f"{name}: got nothing for layer {layer}; allowed float {list(field.shape)}; "
+                        f"pass {name}=…"
+                    )
+                value = torch.full(field.shape, field.default, device=self.device)
+            check_tensor(
+                name, value, shape=field.shape, dims=[str(s) for s in field.shape],
+                dtypes=_STATE_DTYPES, device=self.device,
+                advice="for a tensor-parallel shard use spec.shard(rank, size)",
+            )  # fmt: skip
+            ready[name] = value.detach().float()
+        if "A" in ready:
+            # A = -inf (from exp of a large A_log) times a decay length of 0 would be NaN.
+            if not bool((ready["A"] <= 0).all()):
+                raise InputError(
+                    "A: got a value above 0 or NaN; allowed A <= 0 per head; "
+                    "pass A = -exp(A_log), not A_log"
+                )
+            ready["A"] = ready["A"].clamp_min(torch.finfo(torch.float32).min)
+        for name, value in ready.items():
+            self.weights[name][index] = value
+        self._bound[layer] = True
+
+    def index(self, layer: int) -> int:
+        """Position of a model layer in this pool's tensors."""
+        try:
+            return self.layer_index[layer]
+        except (KeyError, TypeError):
+            raise InputError(
+                f"layer: got {layer!r}; allowed the layers of this pool, {list(self.layers)}; "
+                "use the pool that holds the layer"
+            ) from None
+
+    def require_bound(self) -> None:
+        """Raise unless every layer has its parameters."""
+        missing = [layer for layer, bound in self._bound.items() if not bound]
+        if missing:
+            raise PlanError(
+                f"weights: got none for layers {missing}; allowed after pool.bind(layer, …); "
+                "bind every layer of the pool first"
+            )
+
+    # Sequences --------------------------------------------------------------------------------
+
+    def alloc(self, count: int = 1) -> list[SequenceId]:
+        """Start `count` sequences at token 0 with zero state and zero convolution window.
+
+        Raises
+        ------
+        CapacityError
+            Too few sequence slots or checkpoint pages; nothing is taken.
+        """
+        count = positive_int("count", count)
+        self.slot_ids.require(count)
+        pages = self.checkpoint_ids.take(count)
+        slots = self.slot_ids.take(count)
+        self.checkpoints.zero(self._ids(pages))
+        self.conv.zero(self._ids(slots))
+        handles = self.cursors.open(slots)
+        self.cursors.checkpoint[slots] = pages
+        return handles
+
+    def seed(
+        self,
+        sequence: int,
+        states: Mapping[int, torch.Tensor],
+        *,
+        tokens: int,
+        conv: Mapping[int, torch.Tensor] | None = None,
+        layout: Literal["vk", "kv"] = "vk",
+    ) -> None:
+        """Set a sequence to the final state of a prefill over `tokens` tokens.
+
+        Parameters
+        ----------
+        sequence : SequenceId
+        states : mapping of layer to Tensor
+            Every layer of the pool. ``"vk"``: ``[heads, dim, state]``; ``"kv"``:
+            ``[heads, state, dim]``. Any float dtype; float64 is rounded to fp32.
+        tokens : int
+            How many tokens the state covers.
+        conv : mapping of layer to Tensor, optional
+            ``[channels, taps]``, the newest pre-convolution row last. The last ``conv_width - 1`` are
+            used; fewer are zero-filled on the left. Required where the spec has a convolution.
+        """
+        slot = self.cursors.one(sequence)
+        tokens = positive_int("tokens", tokens, minimum=0)
+        state_rows, conv_rows = self._check_seed(states, conv, layout)
+
+        cur = self.cursors
+        page = cur.checkpoint[slot : slot + 1]
+        if self.checkpoint_ids.refs[page[0]] > 1:
+            fresh = self.checkpoint_ids.take(1)
+            self.checkpoint_ids.release(page)
+            cur.checkpoint[slot] = fresh[0]
+        self._drop_pages(slot, keep_private=True)
+        cur.base[slot] = tokens
+        cur.history[slot] = 0
+        cur.undo[slot] = 0
+        target = self._ids(cur.checkpoint[slot : slot + 1])
+        for index, (state, rows) in enumerate(zip(state_rows, conv_rows, strict=True)):
+            self.checkpoints.store(index, target, state[None])
+            if rows is not None:
+                self.conv.write_before(index, slot, tokens, rows)
+
+    def fork(self, sequence: int, count: int = 1) -> list[SequenceId]:
+        """Start `count` copies of a sequence that share its checkpoint and its full pages.
+
+        Only the one page that is partly filled is copied, to each child; the parent keeps its own.
+
+        Raises
+        ------
+        CapacityError
+            Too few slots or input pages; nothing is taken.
+        """
+        slot = self.cursors.one(sequence)
+        count = positive_int("count", count)
+        cur, rows = self.cursors, self.sizes.page_rows
+        full, partial = divmod(int(cur.history[slot]), rows)
+        self.slot_ids.require(count)
+        copies = self.input_ids.take(count if partial else 0)
+        slots = self.slot_ids.take(count)
+        handles = cur.open(slots)
+
+        cur.base[slots] = cur.base[slot]
+        cur.history[slots] = cur.history[slot]
+        cur.undo[slots] = cur.undo[slot]
+        cur.checkpoint[slots] = cur.checkpoint[slot]
+        self.checkpoint_ids.share(np.full(count, cur.checkpoint[slot], dtype=np.int32))
+        shared = cur.table[slot, :full]
+        cur.table[slots, :full] = shared
+        self.input_ids.share(np.tile(shared, count))
+        if partial:
+            cur.table[slots, full] = copies
+            source = np.full(count, cur.table[slot, full], dtype=np.int32)
+            self.inputs.copy_rows(self._ids(source), self._ids(copies), partial)
+        self.conv.copy(self._ids(np.full(count, slot)), self._ids(slots))
+        return handles
+
+    def free(self, sequences: int | Sequence[int] | NDArray[np.int64]) -> None:
+        """End sequences: their handles go stale, and what nobody else holds becomes free.
+
+        Raises
+        ------
+        StaleHandleError
+            Any of them is not live (freed before, or foreign); none is freed then.
+        PlanError
+            A plan holds one of them.
+        """
+        slots = self.cursors.resolve(sequences)
+        cur = self.cursors
+        self.checkpoint_ids.release(cur.checkpoint[slots])
+        tables = cur.table[slots]
+        self.input_ids.release(tables[tables >= 0])
+        cur.close(slots)
+        self.slot_ids.release(slots.astype(np.int32))
+
+    def rollback(self, sequence: int, rows: int) -> None:
+        """Drop the last `rows` committed rows of a sequence.
+
+        Raises
+        ------
+        InputError
+            More rows than lie after the checkpoint, or (with ``restore="window"``) than the last
+            commit added.
+        CapacityError
+            A shared, partly dropped page must be copied and no input page is free.
+        """
+        slot = self.cursors.one(sequence)
+        rows = positive_int("rows", rows, minimum=0)
+        cur = self.cursors
+        history = int(cur.history[slot])
+        limit = history if self.restore == "any" else min(int(cur.undo[slot]), history)
+        if rows > limit:
+            why = "rows after the checkpoint" if limit == history else "rows of the last commit"
+            raise InputError(
+                f"rows: got {rows}; allowed 0..{limit} ({why}); "
+                'a pool made with restore="any" reaches back to the checkpoint'
+            )
+        left = history - rows
+        page, offset = divmod(left, self.sizes.page_rows)
+        table = cur.table[slot]
+        # The page that takes the next row must be private; shared pages after it are let go.
+        shared = (table >= 0) & (self.input_ids.refs[table] > 1)
+        shared[:page] = False
+        dropped = table[shared]
+        if offset and shared[page]:
+            fresh = self.input_ids.take(1)
+            self.inputs.copy_rows(self._ids(table[page : page + 1]), self._ids(fresh), offset)
+            table[shared] = -1
+            table[page] = fresh[0]
+        else:
+            table[shared] = -1
+        self.input_ids.release(dropped)
+        cur.history[slot] = left
+        cur.undo[slot] = max(int(cur.undo[slot]) - rows, 0)
+
+    # Reading ----------------------------------------------------------------------------------
+
+    def tokens(self, sequence: int) -> int:
+        """Tokens that a sequence has committed, the prefill included."""
+        slot = self.cursors.peek(sequence)
+        return int(self.cursors.base[slot]) + int(self.cursors.history[slot])
+
+    def history(self, sequence: int) -> int:
+        """Committed rows of a sequence after its checkpoint."""
+        return int(self.cursors.history[self.cursors.peek(sequence)])
+
+    def conv_tail(self, sequence: int) -> torch.Tensor:
+        """The pre-convolution rows before the next token: ``[layers, channels, conv_width - 1]``."""
+        slot = self.cursors.peek(sequence)
+        return self.conv.before(slot, self.tokens(sequence)).transpose(1, 2).contiguous()
+
+    def pages_in_use(self) -> dict[str, int]:
+        """Held units by pool name."""
+        return {p.name: p.used for p in (self.checkpoint_ids, self.input_ids, self.slot_ids)}
+
+    def capacity_report(self) -> CapacityReport:
+        """Exact device bytes of this pool, with the formula."""
+        return report(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        """Device bytes that the pool's tensors hold; equals ``capacity_report().total_bytes``."""
+        parts = (self.checkpoints.nbytes, self.inputs.nbytes, self.conv.nbytes)
+        return sum(parts) + sum(w.nbytes for w in self.weights.values())
+
+    # Inside -----------------------------------------------------------------------------------
+
+    def _ids(self, ids: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(ids.astype(np.int64)).to(self.device)
+
+    def _drop_pages(self, slot: int, *, keep_private: bool) -> None:
+        table = self.cursors.table[slot]
+        gone = table >= 0
+        if keep_private:
+            gone &= self.input_ids.refs[table] > 1
+        self.input_ids.release(table[gone])
+        table[gone] = -1
+
+    def _check_seed(
+        self,
+        states: Mapping[int, torch.Tensor],
+        conv: Mapping[int, torch.Tensor] | None,
+        layout: str,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        heads, dim, state = self.spec.state_shape
+        if layout not in ("vk", "kv"):
+            raise InputError(
+                f"layout: got {layout!r}; allowed 'vk' ([heads, dim, state]) or 'kv' "
+                "([heads, state, dim]); name the order of the last two dimensions"
+            )
+        if conv is None and self.spec.conv_width:
+            raise InputError(
+                "conv: got None; allowed a mapping of layer to [channels, taps]; pass the last "
+                "conv_width - 1 pre-convolution rows of the prefill"
+            )
+        tables: list[tuple[str, Mapping[int, torch.Tensor]]] = [("states", states)]
+        if conv is not None and self.spec.conv_width:
+            tables.append(("conv", conv))
+        for name, given in tables:
+            if set(given) != set(self.layers):
+                raise InputError(
+                    f"{name}: got layers {sorted(given)}; allowed exactly {list(self.layers)}; "
+                    "seed every layer of the pool at once"
+                )
+        shape, dims = ((heads, dim, state), ("heads", "dim", "state"))
+        if layout == "kv":
+            shape, dims = ((heads, state, dim), ("heads", "state", "dim"))
+        state_rows: list[torch.Tensor] = []
+        conv_rows: list[torch.Tensor | None] = []
+        for layer in self.layers:
+            value = check_tensor(
+                f"states[{layer}]", states[layer], shape=shape, dims=dims,
+                dtypes=_STATE_DTYPES, device=self.device,
+                advice=f"layout={layout!r}; drop the batch dimension",
+            )  # fmt: skip
+            value = value.detach().float()
+            state_rows.append(value.transpose(1, 2) if layout == "kv" else value)
+            conv_rows.append(
+                self._check_tail(layer, conv[layer]) if len(tables) == 2 and conv else None
+            )
+        return state_rows, conv_rows
+
+    def _check_tail(self, layer: int, tail: torch.Tensor) -> torch.Tensor:
+        channels, taps = self.spec.conv_channels, self.conv.taps
+        check_tensor(
+            f"conv[{layer}]", tail, shape=(channels, None), dims=("channels", "taps"),
+            dtypes=_STATE_DTYPES, device=self.device, advice="drop the batch dimension",
+        )  # fmt: skip
+        rows = tail.detach()[:, max(tail.shape[1] - taps, 0) :].transpose(0, 1)
+        missing = taps - rows.shape[0]
+        return torch.cat([rows.new_zeros(missing, channels), rows]) if missing else rows
+
+
+def _layer_tuple(layers: Iterable[int]) -> tuple[int, ...]:
+    result = tuple(layers)
+    bad = [x for x in result if isinstance(x, bool) or not isinstance(x, int) or x < 0]
+    if not result or bad or len(set(result)) != len(result):
+        raise UnsupportedError(
+            f"layers: got {list(result)}; allowed distinct model layer indices >= 0, at least one; "
+            "list the recurrent layers"
+        )
+    return result
+
+
+def _sizes(
+    spec: LayerSpec,
+    layers: Iterable[int],
+    max_sequences: int,
+    *,
+    capacity: int = 16,
+    max_window: int = 1,
+    format: str | CheckpointFormat = "fp32",
+    dtype: torch.dtype = torch.float32,
+    checkpoint_pages: int | None = None,
+    input_pages: int | None = None,
+    page_rows: int | None = None,
+    restore: str = "window",
+) -> PoolSizes:
+    """Validate the constructor's arguments and settle every size."""
+    if not isinstance(spec, LayerSpec):
+        raise UnsupportedError(
+            f"spec: got {type(spec).__name__}; allowed Mamba2Spec or GDNSpec; make one"
+        )
+    fmt = get_format(format)
+    spec.check_dtype(dtype)
+    count = len(_layer_tuple(layers))
+    positive_int("max_sequences", max_sequences, maximum=MAX_SLOTS)
+    positive_int("capacity", capacity)
+    positive_int("max_window", max_window)
+    if capacity < max_window:
+        raise UnsupportedError(
+            f"capacity: got {capacity}; allowed >= max_window={max_window}, since a window is never "
+            "truncated; raise capacity or lower max_window"
+        )
+    if restore not in ("window", "any"):
+        raise UnsupportedError(f"restore: got {restore!r}; allowed 'window' or 'any'; pick one")
+    if page_rows is None:
+        page_rows = min(_DEFAULT_PAGE_ROWS, 1 << (capacity - 1).bit_length())
+    positive_int("page_rows", page_rows)
+    if page_rows & (page_rows - 1):
+        raise UnsupportedError(
+            f"page_rows: got {page_rows}; allowed a power of two; try "
+            f"{1 << (page_rows.bit_length() - 1)}"
+        )
+    pages = -(-capacity // page_rows)
+    if checkpoint_pages is None:
+        checkpoint_pages = max_sequences
+    if input_pages is None:
+        input_pages = max_sequences * pages
+    positive_int("checkpoint_pages", checkpoint_pages)
+    positive_int("input_pages", input_pages)
+    ring = max(spec.conv_width - 1, 0) + (capacity if restore == "any" else max_window)
+    return PoolSizes(
+        spec=spec, format=fmt, dtype=dtype, layers=count, max_sequences=max_sequences,
+        checkpoint_pages=checkpoint_pages, input_pages=input_pages, page_rows=page_rows,
+        capacity=capacity, ring=ring,
+    )  # fmt: skip

@@ -1,0 +1,181 @@
+"""`ReplayDecodeWrapper`: plan once, fold once, run per layer, commit once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from . import ops
+from .backends import Backend, select
+from .errors import PlanError
+from .metrics import StepCounters
+from .planner import HostPlanner, Plan, Policy
+from .pools import StatePool
+
+__all__ = ["ReplayDecodeWrapper"]
+
+
+class ReplayDecodeWrapper:
+    """Decodes the sequences of a pool, one step at a time.
+
+    Parameters
+    ----------
+    pool : StatePool
+    backend : str or Backend
+        ``"auto"`` takes the first that supports the pool; `backend.name` says which.
+    policy : {"full", "spread"} or Policy
+        When sequences fold early. ``"full"``: never, so that the bits of a sequence do not depend on
+        its batch. ``"spread"``: just enough to level the folds of a step.
+    buckets : sequence of int, optional
+        Padded batch sizes. Without it the batch is not padded.
+
+    Attributes
+    ----------
+    counters : StepCounters
+
+    Examples
+    --------
+    >>> import torch
+    >>> from replayinfer import GDNSpec, ReplayDecodeWrapper, StatePool
+    >>> spec = GDNSpec(heads=4, dim=8, state=8, key_heads=2, gate="log", conv_width=0)
+    >>> pool = StatePool(spec, layers=[0], max_sequences=2)
+    >>> wrapper = ReplayDecodeWrapper(pool)
+    >>> seqs = pool.alloc(2)
+    >>> plan = wrapper.plan(seqs)
+    >>> wrapper.fold()
+    >>> q = k = torch.randn(2, 1, 2, 8)
+    >>> g, b = -torch.rand(2, 1, 4), torch.zeros(2, 1, 4)
+    >>> y = wrapper.run(0, q=q, k=k, v=torch.randn(2, 1, 4, 8), g=g, b=b)
+    >>> y.shape, wrapper.commit().tolist()
+    (torch.Size([2, 1, 4, 8]), [1, 1])
+    """
+
+    def __init__(
+        self,
+        pool: StatePool,
+        *,
+        backend: str | Backend = "auto",
+        policy: str | Policy = "full",
+        buckets: Sequence[int] | None = None,
+    ) -> None:
+        self.pool = pool
+        self.backend = select(backend, pool)
+        self.planner = HostPlanner(pool, policy=policy, buckets=buckets)
+        self.counters = StepCounters()
+        self._plan: Plan | None = None
+
+    def plan(
+        self,
+        sequences: Sequence[int] | NDArray[np.int64],
+        windows: ArrayLike | None = None,
+        *,
+        bucket: int | None = None,
+        window: int | None = None,
+        force_fold: ArrayLike | None = None,
+    ) -> Plan:
+        """Plan the next step; see `HostPlanner.plan`. The last one must be committed or aborted."""
+        if self._plan is not None:
+            raise PlanError(
+                f"plan: got a second plan while one is {self._plan.state}; allowed after commit or "
+                "abort; finish the step first"
+            )
+        self.pool.require_bound()
+        self._plan = self.planner.plan(
+            sequences, windows, bucket=bucket, window=window, force_fold=force_fold
+        )
+        return self._plan
+
+    def fold(self) -> None:
+        """Fold the sequences that the plan selected; once a step, before the first `run`."""
+        ops.fold(self.planner, self._current("fold"), backend=self.backend)
+
+    def conv(self, layer: int, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The layer's convolution over the window; see `ops.conv_update`."""
+        return ops.conv_update(
+            self.pool, self._current("conv"), layer, x, out=out, backend=self.backend
+        )
+
+    def run(
+        self, layer: int, *, out: torch.Tensor | None = None, **inputs: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Append the window's rows in one layer and return its outputs; see `ops.readout`."""
+        plan = self._current("run")
+        y = ops.readout(self.pool, plan, layer, out=out, backend=self.backend, **inputs)
+        plan.layers_run.add(layer)
+        return y
+
+    def commit(self, accepted: ArrayLike | None = None) -> NDArray[np.int32]:
+        """Advance every sequence by its accepted tokens, by default all of its window.
+
+        Returns the counts, int32 ``[batch]``.
+
+        Raises
+        ------
+        PlanError
+            A layer of the pool did not run, so its rows would be missing.
+        InputError
+            A count outside 0..window.
+        """
+        plan = self._current("commit")
+        missing = [layer for layer in self.pool.layers if layer not in plan.layers_run]
+        if missing and plan.state == "folded" and plan.windows.any():
+            raise PlanError(
+                f"commit: got no run of layers {missing} in this step; allowed after every layer of "
+                "the pool ran; run them, or abort"
+            )
+        counts = self.planner.commit(plan, accepted)
+        self._plan = None
+        self._count(plan, counts)
+        return counts
+
+    def abort(self) -> None:
+        """Drop the window; see `HostPlanner.abort`."""
+        plan = self._current("abort")
+        folded = plan.state == "folded"
+        self.planner.abort(plan)
+        self._plan = None
+        self.counters.aborted += 1
+        if folded:
+            self._count_folds(plan)
+
+    def materialize(self, sequence: int, rows: int | None = None) -> torch.Tensor:
+        """The full state of a sequence; see `ops.materialize`."""
+        return ops.materialize(self.pool, sequence, rows, backend=self.backend)
+
+    def _current(self, action: str) -> Plan:
+        if self._plan is None:
+            raise PlanError(
+                f"{action}: got no plan; allowed between plan and commit or abort; call plan first"
+            )
+        return self._plan
+
+    def _count(self, plan: Plan, counts: NDArray[np.int32]) -> None:
+        pool, total = self.pool, self.counters
+        layers = len(pool.layers)
+        state = pool.spec.heads * pool.spec.dim * pool.spec.state * layers
+        row = pool.spec.row_bytes(pool.dtype, pool.format) * layers
+        windows = plan.windows
+        active = int(np.count_nonzero(windows))
+        tokens = int(windows.sum())
+        accepted = int(counts.sum())
+        rows = int(plan.starts[windows > 0].sum()) + tokens
+        total.steps += 1
+        total.tokens += accepted
+        total.rows_rejected += tokens - accepted
+        total.state_bytes += active * state * pool.format.bytes_read + rows * row
+        total.state_bytes_standard += (active + tokens) * state * pool.format.standard_bytes
+        self._count_folds(plan)
+
+    def _count_folds(self, plan: Plan) -> None:
+        pool, total = self.pool, self.counters
+        layers = len(pool.layers)
+        total.folds += plan.fold_count
+        total.forced_folds += plan.forced
+        total.early_folds += plan.early
+        stored = pool.spec.checkpoint_bytes(pool.format)
+        row = pool.spec.row_bytes(pool.dtype, pool.format)
+        folded_rows = int(plan.fold_rows[plan.fold].sum())
+        total.state_bytes += layers * (2 * stored * plan.fold_count + row * folded_rows)
