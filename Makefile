@@ -4,7 +4,8 @@ VENV ?= .venv
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+# -qq: errors only.
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 STAMP := $(VENV)/.stamp
 SOURCES := pyproject.toml constraints.txt
 

@@ -22,7 +22,7 @@ def describe_dtypes(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def positive_int(name: str, value: Any, *, minimum: int = 1, maximum: int | None = None) -> int:
-    """Return `value` as an int within bounds, or raise `InputError` (bools and floats are refused)."""
+    """Return `value` as an int within bounds, or raise `InputError`; bools are refused."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise InputError(f"{name}: got {value!r}; allowed an integer >= {minimum}; pass an int")
     if value < minimum or (maximum is not None and value > maximum):
@@ -54,8 +54,8 @@ def check_tensor(
     Raises
     ------
     InputError
-        Wrong type, shape, dtype, device, or an innermost stride other than 1. Nothing is ever copied
-        to make a tensor fit, since a silent copy of a pool would lose the writes to it.
+        Wrong type, shape, dtype, device, or an innermost stride other than 1. Nothing is ever
+        copied to make a tensor fit, since a silent copy of a pool would lose the writes to it.
     """
     rule = ", ".join(
         d if s is None else (f"{s}" if d == str(s) else f"{d}={s}")

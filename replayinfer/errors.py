@@ -1,7 +1,7 @@
 """What the library raises.
 
-Every message reads ``<name>: got <observed>; allowed <rule>; <what to do>``, and everything is raised
-before anything changes: refused input leaves pools, plans and outputs as they were.
+Every message reads ``<name>: got <observed>; allowed <rule>; <what to do>``, and everything is
+raised before anything changes: refused input leaves pools, plans and outputs as they were.
 """
 
 from __future__ import annotations

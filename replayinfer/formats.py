@@ -2,9 +2,9 @@
 
 ``fp32_split`` stores an fp32 state as two 16-bit planes. With ``bits`` the fp32 pattern::
 
-    hi   = (bits + 0x8000) >> 16                       the state rounded to bf16, ties away from zero
+    hi   = (bits + 0x8000) >> 16                     rounded to bf16, ties away from zero
     lo   = bits & 0xffff
-    bits = (hi << 16) - ((lo & 0x8000) << 1) + lo      32-bit wrap-around arithmetic
+    bits = (hi << 16) - ((lo & 0x8000) << 1) + lo    32-bit wrap-around arithmetic
 
 so a readout loads half of the bytes and a fold has every bit. Three choices are made here:
 
@@ -12,7 +12,7 @@ so a readout loads half of the bytes and a fold has every bit. Three choices are
   in the low half alone would read as infinity, and 0x7fffffff would round up to -0.
 * Finite values from 0x7f7f8000 up (FLT_MAX among them) round to infinity in the high plane, as any
   round-to-nearest bf16 does; the two planes together still give their exact bits.
-* ``fp16`` saturates finite values beyond 65504 to +-65504, so a state never turns infinite by storage.
+* ``fp16`` saturates finite values beyond 65504 to +-65504: storage never makes a state infinite.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class CheckpointFormat:
     plane_dtype : torch.dtype
         What a readout loads.
     bytes_read, bytes_stored : int
-        Bytes per element that a readout reads, and that a page holds (a fold reads and writes them).
+        Bytes per element that a readout reads, and that a page holds (a fold reads and writes
+        them).
     lossless : bool
         The recurrence is kept in fp32, bit for bit; otherwise it is rounded once per fold.
     rounded_readout : bool

@@ -1,7 +1,7 @@
 """Bare operations, for engines that compose their own step.
 
-The order of a step is plan, `fold`, `conv_update` and `readout` per layer, `commit`. Each checks its
-arguments, raises before anything changes, and leaves the work to a backend.
+The order of a step is plan, `fold`, `conv_update` and `readout` per layer, `commit`. Each checks
+its arguments, raises before anything changes, and leaves the work to a backend.
 `ReplayDecodeWrapper` is these functions with the bookkeeping done.
 """
 
@@ -32,8 +32,8 @@ def fold(planner: HostPlanner, plan: Plan, *, backend: str | Backend = "auto") -
     pool.require_bound()
     if plan.state != "planned":
         raise PlanError(
-            f"fold: got a plan that is {plan.state}; allowed once per plan, right after it is made; "
-            "plan the next step"
+            f"fold: got a plan that is {plan.state}; allowed once per plan, right after it is "
+            "made; plan the next step"
         )
     select(backend, pool).fold(pool, plan)
     planner.folded(plan)
@@ -100,8 +100,8 @@ def readout(
         By family, ``[bucket, window, ...]`` each. Mamba-2: ``x [heads, dim]``, ``dt [heads]``,
         ``B [groups, state]``, ``C [groups, state]``, optional ``z [heads, dim]``. GDN:
         ``q [key_heads, state]``, ``k [key_heads, state]``, ``v [heads, dim]``, ``a [heads]`` (or
-        ``g [heads]``, the log decay, with ``gate="log"``), ``b [heads]``. Activations have the pool's
-        dtype; gates may be float32 or 16-bit and are computed in float32.
+        ``g [heads]``, the log decay, with ``gate="log"``), ``b [heads]``. Activations have the
+        pool's dtype; gates may be float32 or 16-bit and are computed in float32.
     out : Tensor, optional
         ``[bucket, window, heads, dim]`` of the pool's dtype or float32.
 
@@ -140,7 +140,8 @@ def materialize(
     Returns
     -------
     Tensor
-        float32 ``[layers, heads, dim, state]``, in the order of ``pool.layers``. Nothing is written.
+        float32 ``[layers, heads, dim, state]``, in the order of ``pool.layers``. Nothing is
+        written.
     """
     pool.require_bound()
     slot = pool.cursors.peek(sequence)
@@ -163,7 +164,7 @@ def materialize(
 def check_inputs(
     pool: StatePool, plan: Plan, inputs: Mapping[str, torch.Tensor | None]
 ) -> dict[str, torch.Tensor]:
-    """The inputs of a readout, each checked against the spec; optional ones that are None left out."""
+    """The inputs of a readout, each checked against the spec; omitted optional ones left out."""
     spec = pool.spec
     names = [f.name for f in spec.input_fields]
     if unknown := [n for n in inputs if n not in names]:
@@ -205,6 +206,6 @@ def _output(
 def _require_folded(plan: Plan, action: str) -> None:
     if plan.state != "folded":
         raise PlanError(
-            f"{action}: got a plan that is {plan.state}; allowed between fold and commit; the order "
-            "of a step is plan, fold, run, commit"
+            f"{action}: got a plan that is {plan.state}; allowed between fold and commit; the "
+            "order of a step is plan, fold, run, commit"
         )

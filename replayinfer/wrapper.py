@@ -27,8 +27,8 @@ class ReplayDecodeWrapper:
     backend : str or Backend
         ``"auto"`` takes the first that supports the pool; `backend.name` says which.
     policy : {"full", "spread"} or Policy
-        When sequences fold early. ``"full"``: never, so that the bits of a sequence do not depend on
-        its batch. ``"spread"``: just enough to level the folds of a step.
+        When sequences fold early. ``"full"``: never, so that the bits of a sequence do not depend
+        on its batch. ``"spread"``: just enough to level the folds of a step.
     buckets : sequence of int, optional
         Padded batch sizes. Without it the batch is not padded.
 
@@ -123,8 +123,8 @@ class ReplayDecodeWrapper:
         missing = [layer for layer in self.pool.layers if layer not in plan.layers_run]
         if missing and plan.state == "folded" and plan.windows.any():
             raise PlanError(
-                f"commit: got no run of layers {missing} in this step; allowed after every layer of "
-                "the pool ran; run them, or abort"
+                f"commit: got no run of layers {missing} in this step; allowed after every layer "
+                "of the pool ran; run them, or abort"
             )
         counts = self.planner.commit(plan, accepted)
         self._plan = None

@@ -23,7 +23,7 @@ FOLDERS = {
     "integrations": "replayinfer.integrations",
 }
 
-# Low to high: a unit sees its own row and the rows before it. A unit is what follows "replayinfer.".
+# Low to high: a unit (what follows "replayinfer.") sees its own row and the rows before it.
 CORE = (
     {"errors", "checks", "env", "metrics"},
     {"formats"},

@@ -159,15 +159,13 @@ def test_versions_agree():
     assert replayinfer.__version__ == version
 
 
-@pytest.mark.parametrize("folder", ["kernels", "integrations"])
-def test_a_second_copy_is_refused(folder):
+def test_a_second_copy_of_the_kernels_is_refused():
     done = subprocess.run(
-        [sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", "import kernels"], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"ImportError: {folder}: got an import as '{folder}'")
-    assert f"replayinfer.{folder}" in last
+    assert last.startswith("ImportError: kernels: got an import as 'kernels'; allowed ")
 
 
 def repository_files() -> list[Path]:

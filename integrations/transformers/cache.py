@@ -48,19 +48,20 @@ class ReplayCache:
     def from_model(
         model: Any,
         *,
-        batch: int = 1,
+        batch: int | None = None,
         capacity: int = 16,
         format: str = "fp32",
         policy: str = "full",
         backend: str = "auto",
     ) -> ReplayCache:
-        """A cache for `batch` rows (prompts times beams) of a supported model.
+        """A fresh cache for a supported model.
 
         Parameters
         ----------
         model : transformers.PreTrainedModel
-        batch : int
-            Rows that the model will see at once; beams count.
+        batch : int, optional
+            Rows that the pool has room for; as many as the first forward has if omitted, which is
+            enough unless rows are added later (`batch_repeat_interleave`).
         capacity, format, policy, backend
             As in `StatePool` and `ReplayDecodeWrapper`.
 
@@ -94,8 +95,8 @@ class ReplayCache:
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, **kwargs: Any) -> Any:
         """As in the peer; the first call of a fresh cache starts its sequences."""
         driver = self.driver
-        if not driver.sequences and layer_idx == driver.first:
-            driver.use(driver.pool.alloc(conv_states.shape[0]), live=False)
+        if not driver.sequences:
+            driver.start(conv_states.shape[0])
         return super().update_conv_state(conv_states, layer_idx, **kwargs)  # type: ignore[misc]
 
     # Called by generate --------------------------------------------------------------------------

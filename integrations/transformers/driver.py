@@ -33,7 +33,9 @@ class StateDriver:
     Parameters
     ----------
     binding : ModelBinding
-    max_sequences, capacity, format, policy, backend, checkpoint_pages, input_pages, restore
+    max_sequences : int or None
+        None: as many as the first prefill has rows.
+    capacity, format, policy, backend, checkpoint_pages, input_pages
         As in `StatePool` and `ReplayDecodeWrapper`; page counts default to no plan running out.
     own_steps : bool
         Plan at the first recurrent layer of a decode step and commit after the last one. Otherwise
@@ -44,7 +46,7 @@ class StateDriver:
         self,
         binding: ModelBinding,
         *,
-        max_sequences: int,
+        max_sequences: int | None,
         capacity: int = 16,
         format: str = "fp32",
         policy: str = "full",
@@ -55,35 +57,48 @@ class StateDriver:
     ) -> None:
         self.binding = binding
         self.spec: Any = binding.spec
-        model = binding.model
-        options: dict[str, Any] = {
-            "capacity": capacity, "format": format, "dtype": model.dtype, "device": model.device,
-        }  # fmt: skip
-        default = StatePool(binding.spec, binding.layers, 1, **options).sizes.input_pages
-        spare = spare_pages(max_sequences)
-        self.pool = StatePool(
-            binding.spec,
-            binding.layers,
-            max_sequences,
-            checkpoint_pages=checkpoint_pages or max_sequences + spare,
-            input_pages=input_pages or max_sequences * default + spare,
-            **options,
-        )
-        for layer, mixer in binding.mixers.items():
-            self.pool.bind(layer, **binding.family.kind.weights(mixer))
-        self.wrapper = ReplayDecodeWrapper(self.pool, backend=backend, policy=policy)
-        self.first, self.last = binding.layers[0], binding.layers[-1]
+        self.layers = binding.layers
+        self.layout = binding.family.kind.layout
         self.sequences: list[int] = []
         # Every cache layer shows this dict to the model as its own.
         self.has_previous_state = {0: False}
+        model = binding.model
+        self._options: dict[str, Any] = {
+            "capacity": capacity, "format": format, "dtype": model.dtype, "device": model.device,
+        }  # fmt: skip
+        self._pages = (checkpoint_pages, input_pages)
+        self._steps: dict[str, Any] = {"backend": backend, "policy": policy}
+        self._grows = max_sequences is None
         self._own_steps = own_steps
+        self._make_pool(max_sequences or 1)
         self._open = False
-        self._tails: dict[int, torch.Tensor] = {}
-        self._states: dict[int, torch.Tensor] = {}
-        self._added = 0
-        self._built: torch.Tensor | None = None
+        self._forget()
+
+    def _make_pool(self, max_sequences: int) -> None:
+        one = StatePool(self.spec, self.layers, 1, **self._options).sizes.input_pages
+        spare = spare_pages(max_sequences)
+        checkpoint_pages, input_pages = self._pages
+        self.pool = StatePool(
+            self.spec,
+            self.layers,
+            max_sequences,
+            checkpoint_pages=checkpoint_pages or max_sequences + spare,
+            input_pages=input_pages or max_sequences * one + spare,
+            **self._options,
+        )
+        for layer, mixer in self.binding.mixers.items():
+            self.pool.bind(layer, **self.binding.family.kind.weights(mixer))
+        self.wrapper = ReplayDecodeWrapper(self.pool, **self._steps)
 
     # Which forward comes next -----------------------------------------------------------------
+
+    def start(self, count: int) -> list[int]:
+        """New sequences for a prefill, which becomes the next forward."""
+        if self._grows and not self.sequences and count > self.pool.sizes.max_sequences:
+            self._make_pool(count)
+        sequences = list(self.pool.alloc(count))
+        self.use(sequences, live=False)
+        return sequences
 
     def use(self, sequences: Sequence[int], *, live: bool) -> None:
         """The next forward is for these sequences, which have a state already (`live`) or get one."""
@@ -112,16 +127,19 @@ class StateDriver:
 
     # Decode: called by the dispatched functions -----------------------------------------------
 
+    @torch.no_grad()
     def conv(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         """One step of a layer's convolution: ``[batch, 1, channels]`` in and out."""
-        if self._own_steps and layer == self.first:
+        if self._own_steps and layer == self.layers[0]:
             self.begin_step()
-        return self.wrapper.conv(layer, x)
+        y: torch.Tensor = self.wrapper.conv(layer, x)
+        return y
 
+    @torch.no_grad()
     def run(self, layer: int, **inputs: torch.Tensor) -> torch.Tensor:
         """One step of a layer's recurrence."""
         y: torch.Tensor = self.wrapper.run(layer, **inputs)
-        if self._own_steps and layer == self.last:
+        if self._own_steps and layer == self.layers[-1]:
             self.commit()
         return y
 
@@ -141,27 +159,27 @@ class StateDriver:
                 "this cache; make a new cache, or reset() it"
             )
         taps = self.spec.conv_width - 1
-        if layer == self.first:
+        if layer == self.layers[0]:
             self._forget()
             self._added = x.shape[-1]
             if self.has_previous_state[0]:
                 self._built = torch.stack([self.pool.materialize(s) for s in self.sequences])
                 self._before = torch.stack([self.pool.conv_tail(s) for s in self.sequences])
         if self.has_previous_state[0]:
-            x = torch.cat([self._before[:, self.pool.index(layer)], x], dim=-1)
+            x = torch.cat([self._before[:, self.layers.index(layer)], x], dim=-1)
         self._tails[layer] = x[..., max(x.shape[-1] - taps, 0) :]
         return x
 
     def full_state(self, layer: int) -> torch.Tensor:
         """The states of the live sequences in the peer's order, for its chunked function."""
-        assert self._built is not None, "extension without keep_conv"
-        state = self._built[:, self.pool.index(layer)]
-        return state.transpose(-1, -2) if self.binding.family.kind.layout == "kv" else state
+        assert self._built is not _NOTHING, "extension without keep_conv"
+        state = self._built[:, self.layers.index(layer)]
+        return state.transpose(-1, -2) if self.layout == "kv" else state
 
     def keep_state(self, layer: int, state: torch.Tensor) -> None:
         """Take a layer's final state; after the last layer all sequences are seeded."""
         self._states[layer] = state
-        if layer != self.last:
+        if layer != self.layers[-1]:
             return
         for row, sequence in enumerate(self.sequences):
             self.pool.seed(
@@ -169,11 +187,16 @@ class StateDriver:
                 {layer: s[row].contiguous() for layer, s in self._states.items()},
                 conv={layer: t[row].contiguous() for layer, t in self._tails.items()},
                 tokens=self.pool.tokens(sequence) + self._added,
-                layout=self.binding.family.kind.layout,
+                layout=self.layout,
             )
         self.has_previous_state[0] = True
         self._forget()
 
     def _forget(self) -> None:
-        self._tails, self._states, self._built, self._added = {}, {}, None, 0
-        self._before = torch.empty(0)
+        self._added = 0
+        self._tails: dict[int, torch.Tensor] = {}
+        self._states: dict[int, torch.Tensor] = {}
+        self._built = self._before = _NOTHING
+
+
+_NOTHING = torch.empty(0)

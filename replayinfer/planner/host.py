@@ -266,8 +266,8 @@ class HostPlanner:
         given = np.asarray(mask)
         if given.dtype != np.bool_ or given.ndim > 1 or (given.ndim and given.size != n):
             raise InputError(
-                f"force_fold: got {given.dtype} {list(given.shape)}; allowed a bool or a bool array "
-                f"[{n}]; give one flag per sequence"
+                f"force_fold: got {given.dtype} {list(given.shape)}; allowed a bool or a bool "
+                f"array [{n}]; give one flag per sequence"
             )
         return np.broadcast_to(given, (n,))
 
@@ -284,7 +284,8 @@ class HostPlanner:
             return max(n, 1)
         if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket < max(n, 1):
             raise InputError(
-                f"bucket: got {bucket!r}; allowed an integer >= {max(n, 1)}; pad to at least the batch"
+                f"bucket: got {bucket!r}; allowed an integer >= {max(n, 1)}; pad to at least the "
+                f"batch"
             )
         return bucket
 
@@ -299,8 +300,8 @@ class HostPlanner:
             or not (max(longest, 1) <= window <= limit)
         ):
             raise InputError(
-                f"window: got {window!r}; allowed {max(longest, 1)}..{limit}; it is the token axis of "
-                "the step's tensors"
+                f"window: got {window!r}; allowed {max(longest, 1)}..{limit}; it is the token "
+                "axis of the step's tensors"
             )
         return window
 
@@ -326,8 +327,8 @@ class HostPlanner:
         if plan.state != state:
             order = "plan, fold, run, commit"
             raise PlanError(
-                f"{action}: got a plan that is {plan.state}; allowed once it is {state}; the order of "
-                f"a step is {order}"
+                f"{action}: got a plan that is {plan.state}; allowed once it is {state}; the "
+                f"order of a step is {order}"
             )
 
     def _finish(self, plan: Plan, state: str) -> None:

@@ -13,7 +13,8 @@ from ..pools.pages import IdArray
 
 __all__ = ["Plan", "PlanArrays", "PlanBuffer"]
 
-# Uploads in flight before a host buffer is written again. Three cover two steps ahead of the device.
+# Uploads in flight before a host buffer is written again. Three cover two steps ahead of the
+# device.
 _STAGES = 3
 
 
@@ -77,8 +78,9 @@ _HEADER = 4  # ints before the first array; keeps arrays 16-byte aligned
 class PlanBuffer:
     """One int32 allocation per bucket that holds every array of a plan.
 
-    The device side never moves, so a CUDA graph captured on it stays valid. On a CPU the host side is
-    the device side. Elsewhere pinned host buffers rotate, each reused only once its upload is done.
+    The device side never moves, so a CUDA graph captured on it stays valid. On a CPU the host side
+    is the device side. Elsewhere pinned host buffers rotate, each reused only once its upload is
+    done.
     """
 
     def __init__(self, bucket: int, pages: int, device: torch.device) -> None:

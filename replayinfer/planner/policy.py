@@ -52,8 +52,8 @@ def spread(
 
     With windows of T rows a sequence folds every ``c = L // T`` steps, so the fair share of a batch
     of ``n`` is ``q = ceil(n / c)`` folds a step. Each sequence has a deadline: the number of steps
-    until it must fold if every row is accepted. Later steps can take ``q d`` folds by deadline ``d``,
-    so this step takes the fewest ``k`` with ``#{deadline <= d} <= k + q d`` for every ``d``
+    until it must fold if every row is accepted. Later steps can take ``q d`` folds by deadline
+    ``d``, so this step takes the fewest ``k`` with ``#{deadline <= d} <= k + q d`` for every ``d``
     (earliest deadline first; ties by position). A batch that is already staggered folds nothing
     early, and one that started together is staggered after one cycle.
     """

@@ -9,33 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-
 from ..errors import CapacityError
-from ..formats import CheckpointFormat
-from ..spec import LayerSpec
+from .sizes import PoolSizes
 
-__all__ = ["CapacityReport", "PoolSizes", "fit_sequences", "report"]
-
-
-@dataclass(frozen=True)
-class PoolSizes:
-    """Every number that decides a pool's memory."""
-
-    spec: LayerSpec
-    format: CheckpointFormat
-    dtype: torch.dtype
-    layers: int
-    max_sequences: int
-    checkpoint_pages: int
-    input_pages: int
-    page_rows: int
-    capacity: int
-    ring: int
-
-    @property
-    def pages_per_sequence(self) -> int:
-        return -(-self.capacity // self.page_rows)
+__all__ = ["CapacityReport", "fit_sequences", "report"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +22,8 @@ class CapacityReport:
     Attributes
     ----------
     checkpoint_page_bytes, input_page_bytes, conv_slot_bytes, weight_bytes : int
-        Bytes of one unit over all layers of the pool; `weight_bytes` is the bound parameters in fp32.
+        Bytes of one unit over all layers of the pool; `weight_bytes` is the bound parameters in
+        fp32.
     sequence_bytes : int
         What one sequence needs that shares nothing.
     total_bytes : int

@@ -13,8 +13,8 @@ __all__ = ["CheckpointPool"]
 class CheckpointPool:
     """State pages of every layer: ``[layers, pages, heads, dim, state]``.
 
-    In ``fp32_split`` a head's two planes lie one after the other, so a page has the size and the head
-    offsets of plain fp32, and a readout streams ``dim * state`` contiguous 16-bit values.
+    In ``fp32_split`` a head's two planes lie one after the other, so a page has the size and the
+    head offsets of plain fp32, and a readout streams ``dim * state`` contiguous 16-bit values.
 
     Attributes
     ----------

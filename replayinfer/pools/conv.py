@@ -12,9 +12,10 @@ __all__ = ["ConvPool"]
 class ConvPool:
     """Pre-convolution rows ``[layers, slots, ring, channels]``.
 
-    Token ``n`` of a sequence (``n`` = base + history, so a fold does not move it) lies at ``n % ring``.
-    The ring is as long as the taps before a window plus the longest window, so a rejected window is
-    simply overwritten; a pool that can restart anywhere keeps the taps plus a whole buffer.
+    Token ``n`` of a sequence (``n`` = base + history, so a fold does not move it) lies at ``n %
+    ring``. The ring is as long as the taps before a window plus the longest window, so a rejected
+    window is simply overwritten; a pool that can restart anywhere keeps the taps plus a whole
+    buffer.
     """
 
     def __init__(

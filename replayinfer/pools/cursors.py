@@ -153,8 +153,8 @@ class Cursors:
             slot = handle & _SLOT_MASK
             if handle >= 0 and handle >> (_SLOT_BITS + _GENERATION_BITS) != self._tag:
                 raise StaleHandleError(
-                    f"sequence: got {handle}, which is no handle of this pool; allowed handles that "
-                    "its alloc or fork returned; use the pool that made it"
+                    f"sequence: got {handle}, which is no handle of this pool; allowed handles "
+                    "that its alloc or fork returned; use the pool that made it"
                 )
             if handle < 0 or slot >= self.slots:
                 raise StaleHandleError(

@@ -13,8 +13,8 @@ __all__ = ["InputPool"]
 class InputPool:
     """Row pages of every layer: each field is ``[layers, pages, page_rows, *shape]``.
 
-    Row ``i`` of a sequence lives in page ``table[i // page_rows]`` at offset ``i % page_rows``. Pages
-    come back with whatever they held: a reader masks at the load.
+    Row ``i`` of a sequence lives in page ``table[i // page_rows]`` at offset ``i % page_rows``.
+    Pages come back with whatever they held: a reader masks at the load.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class PageAllocator:
         np.add.at(self.refs, ids, 1)
 
     def release(self, ids: IdArray) -> None:
-        """Drop one reference per occurrence in `ids`; ids that nobody holds any more become free."""
+        """Drop one reference per occurrence in `ids`; what nobody holds any more becomes free."""
         if not ids.size:
             return
         np.subtract.at(self.refs, ids, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,28 +9,29 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..checks import check_tensor, positive_int
-from ..errors import InputError, PlanError, UnsupportedError
-from ..formats import CheckpointFormat, get_format
+from ..checks import positive_int
+from ..errors import InputError
+from ..formats import CheckpointFormat
 from ..spec import LayerSpec
-from .capacity import CapacityReport, PoolSizes, fit_sequences, report
+from .capacity import CapacityReport, fit_sequences, report
 from .checkpoint import CheckpointPool
 from .conv import ConvPool
 from .cursors import MAX_SLOTS, Cursors, SequenceId
 from .inputs import InputPool
 from .pages import PageAllocator
+from .seeding import check_seed
+from .sizes import layer_tuple, settle_sizes
+from .weights import LayerWeights
 
 __all__ = ["StatePool"]
-
-_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_DEFAULT_PAGE_ROWS = 8
 
 
 class StatePool:
     """Checkpoint pages, input pages, convolution rings and cursors of one set of layers.
 
-    A sequence has the same page ids in every layer. Nothing is ever written into a page that another
-    sequence holds; every method either does the whole of what it says or raises and changes nothing.
+    A sequence has the same page ids in every layer. Nothing is ever written into a page that
+    another sequence holds; every method either does the whole of what it says or raises and changes
+    nothing.
 
     Parameters
     ----------
@@ -91,13 +91,13 @@ class StatePool:
         restore: Literal["window", "any"] = "window",
         device: torch.device | str = "cpu",
     ) -> None:
-        sizes = _sizes(
-            spec, layers, max_sequences, capacity=capacity, max_window=max_window, format=format,
+        self.layers = layer_tuple(layers)
+        sizes = settle_sizes(
+            spec, self.layers, max_sequences, capacity=capacity, max_window=max_window, format=format,
             dtype=dtype, checkpoint_pages=checkpoint_pages, input_pages=input_pages,
             page_rows=page_rows, restore=restore,
         )  # fmt: skip
         self.spec = spec
-        self.layers = _layer_tuple(layers)
         self.layer_index = {layer: i for i, layer in enumerate(self.layers)}
         self.sizes = sizes
         self.format = sizes.format
@@ -113,15 +113,8 @@ class StatePool:
             spec, self.format, dtype, n, sizes.input_pages, sizes.page_rows, self.device
         )
         self.conv = ConvPool(spec, dtype, n, max_sequences, sizes.ring, self.device)
-        self.weights: dict[str, torch.Tensor] = {
-            f.name: torch.full(
-                (n, *f.shape), math.nan if f.default is None else f.default, device=self.device
-            )
-            for f in spec.weight_fields
-        }
-        self._bound = dict.fromkeys(
-            self.layers, all(f.default is not None for f in spec.weight_fields)
-        )
+        self._weights = LayerWeights(spec, self.layers, self.device)
+        self.weights = self._weights.tensors  # name -> float32 [layers, ...]
         self.cursors = Cursors(max_sequences, sizes.pages_per_sequence)
         advice = "free sequences, or make the pool with more {}"
         self.slot_ids = PageAllocator(
@@ -147,7 +140,7 @@ class StatePool:
         CapacityError
             Not even one sequence fits; the message says what one needs.
         """
-        layers = _layer_tuple(layers)
+        layers = layer_tuple(layers)
         for name in ("max_sequences", "checkpoint_pages", "input_pages"):
             if name in options:
                 raise InputError(
@@ -156,7 +149,7 @@ class StatePool:
                 )
         budget = positive_int("budget", budget)
         sizing = {k: v for k, v in options.items() if k != "device"}
-        one = report(_sizes(spec, layers, 1, **sizing))
+        one = report(settle_sizes(spec, layers, 1, **sizing))
         return cls(spec, layers, min(fit_sequences(one, budget), MAX_SLOTS), **options)
 
     # Layers -----------------------------------------------------------------------------------
@@ -171,45 +164,12 @@ class StatePool:
         layer : int
             A model layer index of this pool.
         **weights
-            By the names of ``spec.weight_fields``. Mamba-2: ``A [heads]`` (negative), ``D [heads]``,
-            ``dt_bias [heads]``; GDN with ``gate="softplus"``: ``A_log [heads]``, ``dt_bias [heads]``;
-            with a convolution ``conv_weight [channels, width]``, ``conv_bias [channels]``.
-            ``None`` or an omitted name means its default; any float dtype.
+            By the names of ``spec.weight_fields``. Mamba-2: ``A [heads]`` (negative), ``D
+            [heads]``, ``dt_bias [heads]``; GDN with ``gate="softplus"``: ``A_log [heads]``,
+            ``dt_bias [heads]``; with a convolution ``conv_weight [channels, width]``, ``conv_bias
+            [channels]``. ``None`` or an omitted name means its default; any float dtype.
         """
-        index = self.index(layer)
-        fields = {f.name: f for f in self.spec.weight_fields}
-        if unknown := set(weights) - set(fields):
-            raise InputError(
-                f"weights: got {', '.join(sorted(unknown))}; allowed "
-                f"{', '.join(fields) or 'none for this spec'}; rename or drop it"
-            )
-        ready: dict[str, torch.Tensor] = {}
-        for name, field in fields.items():
-            value = weights.get(name)
-            if value is None:
-                if field.default is None:
-                    raise InputError(
-                        f"{name}: got nothing for layer {layer}; allowed float {list(field.shape)}; "
-                        f"pass {name}=…"
-                    )
-                value = torch.full(field.shape, field.default, device=self.device)
-            check_tensor(
-                name, value, shape=field.shape, dims=[str(s) for s in field.shape],
-                dtypes=_STATE_DTYPES, device=self.device,
-                advice="for a tensor-parallel shard use spec.shard(rank, size)",
-            )  # fmt: skip
-            ready[name] = value.detach().float()
-        if "A" in ready:
-            # A = -inf (from exp of a large A_log) times a decay length of 0 would be NaN.
-            if not bool((ready["A"] <= 0).all()):
-                raise InputError(
-                    "A: got a value above 0 or NaN; allowed A <= 0 per head; "
-                    "pass A = -exp(A_log), not A_log"
-                )
-            ready["A"] = ready["A"].clamp_min(torch.finfo(torch.float32).min)
-        for name, value in ready.items():
-            self.weights[name][index] = value
-        self._bound[layer] = True
+        self._weights.bind(self.index(layer), layer, weights)
 
     def index(self, layer: int) -> int:
         """Position of a model layer in this pool's tensors."""
@@ -222,13 +182,8 @@ class StatePool:
             ) from None
 
     def require_bound(self) -> None:
-        """Raise unless every layer has its parameters."""
-        missing = [layer for layer, bound in self._bound.items() if not bound]
-        if missing:
-            raise PlanError(
-                f"weights: got none for layers {missing}; allowed after pool.bind(layer, …); "
-                "bind every layer of the pool first"
-            )
+        """Raise `PlanError` unless every layer has its parameters."""
+        self._weights.require_bound()
 
     # Sequences --------------------------------------------------------------------------------
 
@@ -270,12 +225,12 @@ class StatePool:
         tokens : int
             How many tokens the state covers.
         conv : mapping of layer to Tensor, optional
-            ``[channels, taps]``, the newest pre-convolution row last. The last ``conv_width - 1`` are
-            used; fewer are zero-filled on the left. Required where the spec has a convolution.
+            ``[channels, taps]``, the newest pre-convolution row last. The last ``conv_width - 1``
+            are used; fewer are zero-filled on the left. Required where the spec has a convolution.
         """
         slot = self.cursors.one(sequence)
         tokens = positive_int("tokens", tokens, minimum=0)
-        state_rows, conv_rows = self._check_seed(states, conv, layout)
+        state_rows, conv_rows = check_seed(self, states, conv, layout)
 
         cur = self.cursors
         page = cur.checkpoint[slot : slot + 1]
@@ -397,7 +352,7 @@ class StatePool:
         return int(self.cursors.history[self.cursors.peek(sequence)])
 
     def conv_tail(self, sequence: int) -> torch.Tensor:
-        """The pre-convolution rows before the next token: ``[layers, channels, conv_width - 1]``."""
+        """Pre-convolution rows before the next token: ``[layers, channels, conv_width - 1]``."""
         slot = self.cursors.peek(sequence)
         return self.conv.before(slot, self.tokens(sequence)).transpose(1, 2).contiguous()
 
@@ -427,123 +382,3 @@ class StatePool:
             gone &= self.input_ids.refs[table] > 1
         self.input_ids.release(table[gone])
         table[gone] = -1
-
-    def _check_seed(
-        self,
-        states: Mapping[int, torch.Tensor],
-        conv: Mapping[int, torch.Tensor] | None,
-        layout: str,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        heads, dim, state = self.spec.state_shape
-        if layout not in ("vk", "kv"):
-            raise InputError(
-                f"layout: got {layout!r}; allowed 'vk' ([heads, dim, state]) or 'kv' "
-                "([heads, state, dim]); name the order of the last two dimensions"
-            )
-        if conv is None and self.spec.conv_width:
-            raise InputError(
-                "conv: got None; allowed a mapping of layer to [channels, taps]; pass the last "
-                "conv_width - 1 pre-convolution rows of the prefill"
-            )
-        tables: list[tuple[str, Mapping[int, torch.Tensor]]] = [("states", states)]
-        if conv is not None and self.spec.conv_width:
-            tables.append(("conv", conv))
-        for name, given in tables:
-            if set(given) != set(self.layers):
-                raise InputError(
-                    f"{name}: got layers {sorted(given)}; allowed exactly {list(self.layers)}; "
-                    "seed every layer of the pool at once"
-                )
-        shape, dims = ((heads, dim, state), ("heads", "dim", "state"))
-        if layout == "kv":
-            shape, dims = ((heads, state, dim), ("heads", "state", "dim"))
-        state_rows: list[torch.Tensor] = []
-        conv_rows: list[torch.Tensor | None] = []
-        for layer in self.layers:
-            value = check_tensor(
-                f"states[{layer}]", states[layer], shape=shape, dims=dims,
-                dtypes=_STATE_DTYPES, device=self.device,
-                advice=f"layout={layout!r}; drop the batch dimension",
-            )  # fmt: skip
-            value = value.detach().float()
-            state_rows.append(value.transpose(1, 2) if layout == "kv" else value)
-            conv_rows.append(
-                self._check_tail(layer, conv[layer]) if len(tables) == 2 and conv else None
-            )
-        return state_rows, conv_rows
-
-    def _check_tail(self, layer: int, tail: torch.Tensor) -> torch.Tensor:
-        channels, taps = self.spec.conv_channels, self.conv.taps
-        check_tensor(
-            f"conv[{layer}]", tail, shape=(channels, None), dims=("channels", "taps"),
-            dtypes=_STATE_DTYPES, device=self.device, advice="drop the batch dimension",
-        )  # fmt: skip
-        rows = tail.detach()[:, max(tail.shape[1] - taps, 0) :].transpose(0, 1)
-        missing = taps - rows.shape[0]
-        return torch.cat([rows.new_zeros(missing, channels), rows]) if missing else rows
-
-
-def _layer_tuple(layers: Iterable[int]) -> tuple[int, ...]:
-    result = tuple(layers)
-    bad = [x for x in result if isinstance(x, bool) or not isinstance(x, int) or x < 0]
-    if not result or bad or len(set(result)) != len(result):
-        raise UnsupportedError(
-            f"layers: got {list(result)}; allowed distinct model layer indices >= 0, at least one; "
-            "list the recurrent layers"
-        )
-    return result
-
-
-def _sizes(
-    spec: LayerSpec,
-    layers: Iterable[int],
-    max_sequences: int,
-    *,
-    capacity: int = 16,
-    max_window: int = 1,
-    format: str | CheckpointFormat = "fp32",
-    dtype: torch.dtype = torch.float32,
-    checkpoint_pages: int | None = None,
-    input_pages: int | None = None,
-    page_rows: int | None = None,
-    restore: str = "window",
-) -> PoolSizes:
-    """Validate the constructor's arguments and settle every size."""
-    if not isinstance(spec, LayerSpec):
-        raise UnsupportedError(
-            f"spec: got {type(spec).__name__}; allowed Mamba2Spec or GDNSpec; make one"
-        )
-    fmt = get_format(format)
-    spec.check_dtype(dtype)
-    count = len(_layer_tuple(layers))
-    positive_int("max_sequences", max_sequences, maximum=MAX_SLOTS)
-    positive_int("capacity", capacity)
-    positive_int("max_window", max_window)
-    if capacity < max_window:
-        raise UnsupportedError(
-            f"capacity: got {capacity}; allowed >= max_window={max_window}, since a window is never "
-            "truncated; raise capacity or lower max_window"
-        )
-    if restore not in ("window", "any"):
-        raise UnsupportedError(f"restore: got {restore!r}; allowed 'window' or 'any'; pick one")
-    if page_rows is None:
-        page_rows = min(_DEFAULT_PAGE_ROWS, 1 << (capacity - 1).bit_length())
-    positive_int("page_rows", page_rows)
-    if page_rows & (page_rows - 1):
-        raise UnsupportedError(
-            f"page_rows: got {page_rows}; allowed a power of two; try "
-            f"{1 << (page_rows.bit_length() - 1)}"
-        )
-    pages = -(-capacity // page_rows)
-    if checkpoint_pages is None:
-        checkpoint_pages = max_sequences
-    if input_pages is None:
-        input_pages = max_sequences * pages
-    positive_int("checkpoint_pages", checkpoint_pages)
-    positive_int("input_pages", input_pages)
-    ring = max(spec.conv_width - 1, 0) + (capacity if restore == "any" else max_window)
-    return PoolSizes(
-        spec=spec, format=fmt, dtype=dtype, layers=count, max_sequences=max_sequences,
-        checkpoint_pages=checkpoint_pages, input_pages=input_pages, page_rows=page_rows,
-        capacity=capacity, ring=ring,
-    )  # fmt: skip

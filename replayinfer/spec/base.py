@@ -40,7 +40,8 @@ class RowField:
 class InputField:
     """One tensor of a step, ``[batch, window, *dims]``; `dims` names attributes of the spec.
 
-    `kind` is ``"activation"`` (the pool's dtype) or ``"gate"`` (float32 or 16-bit, computed in fp32).
+    `kind` is ``"activation"`` (the pool's dtype) or ``"gate"`` (float32 or 16-bit, computed in
+    fp32).
     """
 
     name: str
@@ -177,8 +178,8 @@ class LayerSpec(ABC):
             )
         if shared % size and size % shared:
             raise InputError(
-                f"size: got {size}; allowed a divisor or a multiple of {name}={shared}; use another "
-                "tensor-parallel size"
+                f"size: got {size}; allowed a divisor or a multiple of {name}={shared}; use "
+                "another tensor-parallel size"
             )
         per_rank = self.heads // size
         if shared >= size:

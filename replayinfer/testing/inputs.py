@@ -3,7 +3,7 @@
 Everything comes from the ``torch.Generator`` that is passed, on its device. ``gates`` says how fast
 the state forgets, in the weights and the inputs alike (pass the same to both):
 
-- ``"realistic"``: as models are initialised, steps of 1e-3 to 1e-1, decays of 1 to 16 per unit step;
+- ``"realistic"``: as models are initialised, steps of 1e-3 to 1e-1, decay rates of 1 to 16;
 - ``"near_one"``: decays within 1e-6 to 1e-3 of 1, so that an error made once stays;
 - ``"strong"``: a few tokens of memory, log decays of about -0.5 to -20;
 - ``"extreme"``: raw steps from -80 to 80, log decays from -0 over -1280 to beyond float32's exp.
@@ -32,7 +32,7 @@ EDGE_BETAS = (30.0, -30.0, 0.0, 80.0, -80.0)
 def mamba2_weights(
     spec: Mamba2Spec, generator: torch.Generator, gates: Gates = "realistic"
 ) -> dict[str, Tensor]:
-    """Return what ``pool.bind`` takes for a Mamba-2 layer, float32: ``A``, ``D``, ``dt_bias``, conv.
+    """Return what ``pool.bind`` takes for a Mamba-2 layer, all of it in float32.
 
     Without ``dt_softplus`` there is no bias either: ``dt`` is then a step already.
     """
@@ -175,7 +175,7 @@ def split_channels(spec: LayerSpec, rows: Tensor) -> dict[str, Tensor]:
         shapes = {"q": key, "k": key, "v": (spec.heads, spec.dim)}
     parts = torch.split(rows, [math.prod(shape) for shape in shapes.values()], dim=-1)
     return {
-        name: part.unflatten(-1, shape)
+        name: part.reshape(*rows.shape[:-1], *shape)
         for (name, shape), part in zip(shapes.items(), parts, strict=True)
     }
 

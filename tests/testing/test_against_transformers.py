@@ -49,7 +49,7 @@ def test_mamba2_decode_step(gates, rng):
     inputs = mamba2_inputs(MAMBA2, TOKENS, 2, torch.float32, rng, gates, with_z=True)
     S0 = initial_states(MAMBA2, 2, rng)
     (y, final), (y32, final32) = both_references(MAMBA2, S0, inputs, w)
-    heads, dim, state = MAMBA2.state_shape
+    _, dim, state = MAMBA2.state_shape
     theirs, theirs_state = torch.empty(y.shape), S0.clone()
     for t in range(TOKENS):
         theirs[:, t] = update(

@@ -91,7 +91,8 @@ def test_kda_equals_the_matrix_product(gate, flat_bias, rng):
     q, k = (torch.randn(TOKENS, 2, channels, generator=rng) for _ in range(2))
     v, S0 = (torch.randn(n, heads, dim, generator=rng) for n in (TOKENS, channels))
     S0 = S0.permute(1, 2, 0)
-    a, b = torch.randn(TOKENS, heads, channels, generator=rng), torch.randn(TOKENS, heads)
+    a = torch.randn(TOKENS, heads, channels, generator=rng)
+    b = torch.randn(TOKENS, heads, generator=rng)
     A_log, bias = torch.randn(heads, generator=rng), torch.randn(heads, channels, generator=rng)
     inner = a.double() + bias.double()
     slope = A_log.double().exp()[:, None]
@@ -124,8 +125,8 @@ def test_kda_with_equal_channels_is_gdn(rng):
     one = gdn_recurrence(S0, q, k, v, g=g, b=b, gate="log")
     per_channel = g[..., None].expand(-1, -1, 5)
     two = kda_recurrence(S0, q, k, v, g=per_channel, b=b, gate="log")
-    assert torch.equal(one[0], two[0])
-    assert torch.equal(one[1], two[1])
+    assert relative_error(one[0], two[0]) < 1e-13
+    assert relative_error(one[1], two[1]) < 1e-13
 
 
 def test_the_corrected_value_replays_linearly(rng):
@@ -160,12 +161,13 @@ def test_batch_axes_trace_and_beta_itself(rng):
     assert torch.equal(trace[-1], final)
     for b in range(3):
         y_b, final_b = recurrence(spec, S0[b], {n: t[b] for n, t in inputs.items()}, weights)
-        assert torch.equal(y[b], y_b)
-        assert torch.equal(final[b], final_b)
+        # Not bit for bit: torch may add up a sum in another order at another shape.
+        assert relative_error(y[b], y_b) < 1e-13
+        assert relative_error(final[b], final_b) < 1e-13
     given = {n: t for n, t in inputs.items() if n != "b"}
     given["beta"] = torch.sigmoid(inputs["b"].double())
     used = {n: w for n, w in weights.items() if not n.startswith("conv_")}
-    assert torch.equal(gdn_recurrence(S0, **given, **used)[0], y)
+    assert relative_error(gdn_recurrence(S0, **given, **used)[0], y) < 1e-13
 
 
 def test_errors_of_the_standard_formats_are_those_of_the_design(rng):

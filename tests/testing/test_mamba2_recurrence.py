@@ -86,12 +86,12 @@ def test_batch_axes_trace_and_split_runs(rng):
     assert torch.equal(trace[-1], final)
     for b in range(3):
         y_b, final_b = recurrence(spec, S0[b], {n: t[b] for n, t in inputs.items()}, weights)
-        assert torch.equal(y[b], y_b)
+        assert relative_error(y[b], y_b) < 1e-13
         assert torch.equal(final[b], final_b)
-    # Stopped after 4 tokens and resumed from the trace: the same bits.
+    # Stopped after 4 tokens and resumed from the trace: the same bits, as the state has no sums.
     late = {n: t[:, 4:] for n, t in inputs.items()}
     y_late, final_late = recurrence(spec, trace[3], late, weights)
-    assert torch.equal(y_late, y[:, 4:])
+    assert relative_error(y_late, y[:, 4:]) < 1e-13
     assert torch.equal(final_late, final)
 
 

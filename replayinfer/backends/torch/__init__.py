@@ -27,8 +27,8 @@ class TorchBackend:
 
     Notes
     -----
-    It reads the host's record of the plan rather than the device arrays, so it neither syncs for the
-    fold count nor fits into a CUDA graph.
+    It reads the host's record of the plan rather than the device arrays, so it neither syncs for
+    the fold count nor fits into a CUDA graph.
     """
 
     name = "torch"

@@ -14,10 +14,11 @@ __all__ = ["conv_update"]
 def conv_update(
     pool: StatePool, plan: Plan, layer: int, window: Window, x: torch.Tensor
 ) -> torch.Tensor:
-    """``y_t = activation(bias + sum_i weight_i x_{t - width + 1 + i})``, float32 ``[n, window, channels]``.
+    """``y_t = activation(bias + sum_i weight_i x_{t - width + 1 + i})``.
 
-    Window rows go into the ring as given. A rejected one is overwritten by the next window, since its
-    place follows from the token's position alone.
+    Float32 ``[n, window, channels]``.
+    Window rows go into the ring as given. A rejected one is overwritten by the next window, since
+    its place follows from the token's position alone.
     """
     ring, taps = pool.conv.rows[layer], pool.conv.taps
     new = window.take(x)

@@ -99,7 +99,7 @@ def readout(
 def _solve_rows(
     spec: GDNSpec, state: torch.Tensor, k: torch.Tensor, rows: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """``(I + A) u = b (v - e^{g(0,.)} S0 k)`` over the rows of a fold, ``[n, rows, heads, dim]``."""
+    """``(I + A) u = b (v - e^{g(0,.)} S0 k)`` over a fold's rows, ``[n, rows, heads, dim]``."""
     since = rows["g"].cumsum(1)
     seen = torch.exp(since)[..., None] * torch.einsum("nhvk,njhk->njhv", state, _to_heads(k, spec))
     b = rows["beta"]

@@ -1,0 +1,190 @@
+"""Keys and values of the attention layers for sequences of different lengths in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from replayinfer import InputError
+
+__all__ = ["SlotLayer", "SlotTable"]
+
+_FIRST_ROOM = 64
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of the forward that is running: where each sequence's new tokens go."""
+
+    slots: torch.Tensor  # [batch]
+    positions: torch.Tensor  # [batch, tokens]
+    longest: int  # keys that the longest row attends to
+
+
+class SlotTable:
+    """Which slot each sequence has, and how many tokens are in it; shared by all attention layers.
+
+    Lengths move at `advance` only, so a forward that fails leaves nothing behind: what it wrote lies
+    past the length and is written over.
+    """
+
+    def __init__(self, slots: int, device: torch.device) -> None:
+        self.device = device
+        self.layers: list[SlotLayer] = []
+        self.batch = Batch(torch.empty(0), torch.empty(0), 0)
+        self._free = list(range(slots))[::-1]
+        self._slot: dict[int, int] = {}
+        self._length: dict[int, int] = {}
+
+    def open(self, sequence: int, length: int = 0) -> None:
+        self._slot[sequence] = self._free.pop()
+        self._length[sequence] = length
+
+    def close(self, sequence: int) -> None:
+        slot = self._slot.pop(sequence)
+        used = self._length.pop(sequence)
+        # A masked key weighs 0, and 0 times a NaN left by another sequence would still be NaN.
+        for layer in self.layers:
+            layer.zero(slot, used)
+        self._free.append(slot)
+
+    def length(self, sequence: int) -> int:
+        return self._length[sequence]
+
+    def copy(self, source: int, target: int) -> None:
+        """Open `target` with what `source` holds."""
+        self.open(target, self._length[source])
+        for layer in self.layers:
+            layer.copy(self._slot[source], self._slot[target], self._length[source])
+
+    def read(self, sequence: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of a sequence by layer, ``[heads, length, dim]``, as copies."""
+        slot, length = self._slot[sequence], self._length[sequence]
+        return [layer.read(slot, length) for layer in self.layers]
+
+    def write(self, sequence: int, data: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Set an open, empty sequence to what `read` gave."""
+        for layer, (keys, values) in zip(self.layers, data, strict=True):
+            layer.write(self._slot[sequence], keys.to(self.device), values.to(self.device))
+
+    def begin(self, sequences: Sequence[int], tokens: int) -> None:
+        """The next forward adds `tokens` tokens to each of `sequences`."""
+        lengths = [self._length[s] for s in sequences]
+        start = torch.tensor(lengths, device=self.device)
+        self.batch = Batch(
+            slots=torch.tensor([self._slot[s] for s in sequences], device=self.device),
+            positions=start[:, None] + torch.arange(tokens, device=self.device),
+            longest=max(lengths) + tokens,
+        )
+
+    def advance(self, sequences: Sequence[int], tokens: int) -> None:
+        """The forward went well: its tokens count."""
+        for sequence in sequences:
+            self._length[sequence] += tokens
+
+    def mask(self, dtype: torch.dtype) -> torch.Tensor:
+        """Additive mask of the running batch, ``[batch, 1, tokens, longest]``."""
+        keys = torch.arange(self.batch.longest, device=self.device)
+        hidden = keys > self.batch.positions[:, None, :, None]
+        zero = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
+        return zero.masked_fill(hidden, torch.finfo(dtype).min)
+
+
+class SlotLayer:
+    """The cache layer of one attention layer: ``[slots, heads, room, dim]``, a sequence per slot."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, table: SlotTable, slots: int) -> None:
+        super().__init__()
+        self.table = table
+        self.slots = slots
+        self.keys: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None
+        table.layers.append(self)
+
+    # Called by the model ----------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make room at the first token that is seen; the peer's name for it."""
+        self._grow(key_states, value_states, self.table.batch.longest)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add the new tokens of every row at that row's own length.
+
+        Returns
+        -------
+        keys, values : Tensor
+            ``[batch, heads, longest, dim]``; what lies past a row's length is for the mask to hide.
+        """
+        batch = self.table.batch
+        if key_states.shape[0] != batch.slots.numel():
+            raise InputError(
+                f"input_ids: got a batch of {key_states.shape[0]}; allowed {batch.slots.numel()}, the "
+                "sequences of this forward; call the engine, not the model"
+            )
+        if self.keys is None or self.values is None or self.keys.shape[2] < batch.longest:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None
+        assert self.values is not None
+        places = (batch.slots[:, None], slice(None), batch.positions)
+        self.keys[places] = key_states.transpose(1, 2)
+        self.values[places] = value_states.transpose(1, 2)
+        rows = slice(batch.longest)
+        return self.keys[batch.slots, :, rows], self.values[batch.slots, :, rows]
+
+    def get_seq_length(self) -> int:
+        return self.table.batch.longest - self.table.batch.positions.shape[-1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # Called by the table ----------------------------------------------------------------------
+
+    def zero(self, slot: int, length: int) -> None:
+        for part in (self.keys, self.values):
+            if part is not None:
+                part[slot, :, :length] = 0
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        for part in (self.keys, self.values):
+            if part is not None:
+                part[target, :, :length] = part[source, :, :length]
+
+    def read(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys[slot, :, :length].clone(), self.values[slot, :, :length].clone()
+
+    def write(self, slot: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        length = keys.shape[1]
+        if self.keys is None or self.keys.shape[2] < length:
+            self._grow(keys[None], values[None], length)
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys[slot, :, :length] = keys
+        self.values[slot, :, :length] = values
+
+    def _grow(self, keys: torch.Tensor, values: torch.Tensor, needed: int) -> None:
+        room = _FIRST_ROOM if self.keys is None else self.keys.shape[2]
+        while room < needed:
+            room *= 2
+
+        def larger(old: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+            new = like.new_zeros((self.slots, like.shape[1], room, like.shape[3]))
+            if old is not None:
+                new[:, :, : old.shape[2]] = old
+            return new
+
+        self.keys, self.values = larger(self.keys, keys), larger(self.values, values)
