@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .ops import materialize
     from .planner import HostPlanner, Plan
     from .pools import CapacityReport, SequenceId, StatePool
-    from .spec import GDNSpec, LayerSpec, Mamba2Spec
+    from .spec import GDNSpec, KDASpec, LayerSpec, Mamba2Spec
     from .wrapper import ReplayDecodeWrapper
 
 _MODULES = {
@@ -43,7 +43,7 @@ _MODULES = {
     "ops": ("materialize",),
     "planner": ("HostPlanner", "Plan"),
     "pools": ("CapacityReport", "SequenceId", "StatePool"),
-    "spec": ("GDNSpec", "LayerSpec", "Mamba2Spec"),
+    "spec": ("GDNSpec", "KDASpec", "LayerSpec", "Mamba2Spec"),
     "wrapper": ("ReplayDecodeWrapper",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -57,6 +57,7 @@ __all__ = [
     "GDNSpec",
     "HostPlanner",
     "InputError",
+    "KDASpec",
     "LayerSpec",
     "Mamba2Spec",
     "Plan",

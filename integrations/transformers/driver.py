@@ -163,7 +163,7 @@ class StateDriver:
             self._forget()
             self._added = x.shape[-1]
             if self.has_previous_state[0]:
-                self._built = torch.stack([self.pool.materialize(s) for s in self.sequences])
+                self._built = torch.stack([self.wrapper.materialize(s) for s in self.sequences])
                 self._before = torch.stack([self.pool.conv_tail(s) for s in self.sequences])
         if self.has_previous_state[0]:
             x = torch.cat([self._before[:, self.layers.index(layer)], x], dim=-1)

@@ -239,7 +239,7 @@ class ReplayEngine:
         self._require([sequence])
         parked = ParkedSequence(
             tokens=self.tokens(sequence),
-            states=self.pool.materialize(sequence).cpu(),
+            states=self.driver.wrapper.materialize(sequence).cpu(),
             conv=self.pool.conv_tail(sequence).cpu(),
             attention=[(k.cpu(), v.cpu()) for k, v in self._table.read(sequence)],
         )

@@ -93,9 +93,9 @@ class StatePool:
     ) -> None:
         self.layers = layer_tuple(layers)
         sizes = settle_sizes(
-            spec, self.layers, max_sequences, capacity=capacity, max_window=max_window, format=format,
-            dtype=dtype, checkpoint_pages=checkpoint_pages, input_pages=input_pages,
-            page_rows=page_rows, restore=restore,
+            spec, self.layers, max_sequences, capacity=capacity, max_window=max_window,
+            format=format, dtype=dtype, checkpoint_pages=checkpoint_pages,
+            input_pages=input_pages, page_rows=page_rows, restore=restore,
         )  # fmt: skip
         self.spec = spec
         self.layer_index = {layer: i for i, layer in enumerate(self.layers)}

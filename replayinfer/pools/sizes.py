@@ -66,7 +66,7 @@ def settle_sizes(
     """Validate the constructor's arguments and settle every size."""
     if not isinstance(spec, LayerSpec):
         raise UnsupportedError(
-            f"spec: got {type(spec).__name__}; allowed Mamba2Spec or GDNSpec; make one"
+            f"spec: got {type(spec).__name__}; allowed Mamba2Spec, GDNSpec or KDASpec; make one"
         )
     fmt = get_format(format)
     spec.check_dtype(dtype)

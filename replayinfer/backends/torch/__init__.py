@@ -9,7 +9,7 @@ import torch
 
 from ...planner import Plan
 from ...pools import StatePool
-from . import gdn, mamba2
+from . import delta, mamba2
 from .conv import conv_update
 from .rows import Window
 
@@ -18,7 +18,8 @@ __all__ = ["TorchBackend"]
 # family -> (advance, readout)
 _FAMILIES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
     "mamba2": (mamba2.advance, mamba2.readout),
-    "gdn": (gdn.advance, gdn.readout),
+    "gdn": (delta.advance, delta.readout),
+    "kda": (delta.advance, delta.readout),
 }
 
 

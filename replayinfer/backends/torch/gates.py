@@ -1,10 +1,13 @@
-"""The one gate formula, the one beta rule and the one norm, always in float32."""
+"""The one gate formula per kind, the one beta rule and the one norm, always in float32."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from ...spec import GDNSpec, Mamba2Spec
+from ...spec import DeltaSpec, KDASpec, Mamba2Spec
+from .rows import Window
 
 __all__ = ["beta", "log_decay", "norm_scale", "softplus", "step_sizes"]
 
@@ -26,14 +29,27 @@ def step_sizes(spec: Mamba2Spec, dt: torch.Tensor, dt_bias: torch.Tensor) -> tor
     return dt.clamp(*spec.dt_limit)
 
 
-def log_decay(a: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> torch.Tensor:
-    """GDN's ``g = -exp(A_log) softplus(a + dt_bias)``; float32 ``[..., heads]``, never above 0."""
+def log_decay(
+    spec: DeltaSpec,
+    weights: Mapping[str, torch.Tensor],
+    layer: int,
+    window: Window,
+    inputs: Mapping[str, torch.Tensor],
+) -> torch.Tensor:
+    """The gate of a delta-rule layer, float32, never above 0: ``[..., heads, (state)]``."""
+    if spec.gate == "log":
+        return window.take(inputs["g"])
+    a = window.take(inputs["a"]) + weights["dt_bias"][layer]
+    a_log = weights["A_log"][layer]
+    rate = torch.exp(a_log if a.dim() == 3 else a_log[:, None])
     # The rate is kept finite: infinity times a softplus that underflowed to 0 would be NaN.
-    rate = torch.exp(a_log).clamp_max(torch.finfo(torch.float32).max)
-    return -rate * softplus(a.float() + dt_bias)
+    rate = rate.clamp_max(torch.finfo(torch.float32).max)
+    if isinstance(spec, KDASpec) and spec.gate == "bounded":
+        return spec.lower_bound * torch.sigmoid(rate * a)
+    return -rate * softplus(a)
 
 
-def beta(spec: GDNSpec, b: torch.Tensor) -> torch.Tensor:
+def beta(spec: DeltaSpec, b: torch.Tensor) -> torch.Tensor:
     """How strongly a token overwrites, in float32: in (0, 1), in (0, 2), or as given."""
     b = b.float()
     if spec.beta == "given":
@@ -42,6 +58,6 @@ def beta(spec: GDNSpec, b: torch.Tensor) -> torch.Tensor:
 
 
 def norm_scale(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """Reciprocal l2 norm over the last dimension, ``rsqrt(sum x^2 + eps)``, without it."""
+    """Reciprocal l2 norm over the last dimension, ``rsqrt(sum x^2 + eps)``."""
     x = x.float()
     return torch.rsqrt((x * x).sum(-1) + eps)

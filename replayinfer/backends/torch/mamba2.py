@@ -56,7 +56,7 @@ def readout(
     decay_rate = weights["A"][layer]
     x, b, c = (window.take(inputs[name]) for name in ("x", "B", "C"))
     dt = step_sizes(spec, window.take(inputs["dt"]), weights["dt_bias"][layer])
-    dt = torch.where(window.live[..., None], dt, 0.0)  # softplus(0) is not 0
+    dt = window.only_live(dt)
     window.append(pool, layer, {"x": x, "B": b, "dt": dt})
 
     past = gather_rows(pool, layer, table, starts)

@@ -91,7 +91,10 @@ class Window:
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """A step input in float32 without pads: ``[batch, window, ...]``, dead tokens zero."""
-        x = x[: self.batch].float()
+        return self.only_live(x[: self.batch].float())
+
+    def only_live(self, x: torch.Tensor) -> torch.Tensor:
+        """Zero for dead tokens: a gate or beta of an absent input is not 0 by itself."""
         return torch.where(self.live.view(*self.live.shape, *(1,) * (x.dim() - 2)), x, 0.0)
 
     def put(self, out: torch.Tensor, y: torch.Tensor) -> None:
