@@ -48,10 +48,11 @@ lint: $(STAMP)-lint,demo
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory typecheck
 
-# build/lib is removed first wherever a wheel is built: setuptools would ship deleted modules from it.
+# build/lib goes wherever a wheel is built: setuptools would ship deleted modules from it.
 typecheck: $(STAMP)-lint,demo
-	@rm -rf build/lib build/typecheck
+	@rm -rf build
 	@$(PIP) install --no-deps --no-build-isolation --target build/typecheck .
+	@rm -rf build/lib
 	MYPYPATH=build/typecheck $(BIN)/mypy -p replayinfer
 
 format: $(STAMP)-lint,demo
@@ -59,11 +60,13 @@ format: $(STAMP)-lint,demo
 	$(BIN)/ruff format .
 
 docs: $(STAMP)-docs
-	$(BIN)/mkdocs build --strict --quiet
+	@if [ -f mkdocs.yml ]; then $(BIN)/mkdocs build --strict --quiet; \
+	else echo "docs: no mkdocs.yml, nothing to build"; fi
 
 wheel: $(STAMP)-lint,demo
 	@rm -rf build/lib
 	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	@rm -rf build/lib
 	@ls dist/*.whl
 
 packages: $(STAMP)-test,demo

@@ -17,8 +17,14 @@ def _torch() -> Backend:
     return TorchBackend()
 
 
+def _triton() -> Backend:
+    from .triton import TritonBackend
+
+    return TritonBackend()
+
+
 # In the order `auto` tries them; factories, so that nothing is imported before it is used.
-_FACTORIES: dict[str, Callable[[], Backend]] = {"torch": _torch}
+_FACTORIES: dict[str, Callable[[], Backend]] = {"triton": _triton, "torch": _torch}
 _MADE: dict[str, Backend] = {}
 
 

@@ -1,0 +1,1 @@
+"""Device functions that several kernels share: gates, planes, row addresses, split products."""

@@ -1,0 +1,48 @@
+"""The two planes of ``fp32_split`` (see ``replayinfer.formats``), and the other storage types."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["encode", "join_planes", "round_to", "split_planes"]
+
+
+@triton.jit
+def split_planes(x):
+    """float32 to (high, low) int16 patterns; a NaN becomes the quiet NaN of its sign."""
+    bits = x.to(tl.int32, bitcast=True)
+    quiet = (bits & -2147483648) | 0x7FC00000
+    bits = tl.where(x != x, quiet, bits)
+    high = ((bits + 0x8000) >> 16).to(tl.int16)
+    low = bits.to(tl.int16)
+    return high, low
+
+
+@triton.jit
+def join_planes(high, low):
+    """(high, low) int16 patterns to the float32 they came from, bit for bit."""
+    lo = low.to(tl.int32) & 0xFFFF
+    bits = (high.to(tl.int32) << 16) - ((lo & 0x8000) << 1) + lo
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def round_to(x, DTYPE: tl.constexpr):
+    """Round float32 to nearest, ties to even. By bits for bf16, where the interpreter truncates."""
+    if DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        rounded = tl.where(x != x, (bits >> 16) | 0x40, rounded)
+        return rounded.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def encode(x, DTYPE: tl.constexpr):
+    """Round a float32 state to a single-plane storage type; fp16 saturates finite values."""
+    if DTYPE == tl.float16:
+        finite = tl.abs(x) < float("inf")
+        x = tl.where(finite, tl.minimum(tl.maximum(x, -65504.0), 65504.0), x)
+    return round_to(x, DTYPE)
