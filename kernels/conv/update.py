@@ -44,12 +44,12 @@ def _conv_update_kernel(
         live = (slot >= 0) & (t < tokens)
         y = bias
         for i in tl.static_range(WIDTH):
-            back: tl.constexpr = t - WIDTH + 1 + i  # relative to the window's first token
-            if back < 0:
-                at = (place + back + ring) % ring
+            # t - WIDTH + 1 + i counts from the window's first token.
+            if t + 1 + i < WIDTH:
+                at = (place + (t - WIDTH + 1 + i) + ring) % ring
                 x = tl.load(ring_ptr + at * stride_ring_row, mask=in_c & live, other=0.0)
             else:
-                x = tl.load(x_ptr + back * stride_x_t, mask=in_c & live, other=0.0)
+                x = tl.load(x_ptr + (t - WIDTH + 1 + i) * stride_x_t, mask=in_c & live, other=0.0)
             y += tl.load(weight_ptr + ch * WIDTH + i, mask=in_c, other=0.0) * x.to(tl.float32)
         if SILU:
             y = silu(y)

@@ -21,6 +21,8 @@ class LaunchConfig:
         Heads that one program walks through.
     programs_per_sm : int
         Resident programs of a persistent grid.
+    dot : bool
+        Use matrix units where the types allow it.
     """
 
     num_warps: int = 4
@@ -28,6 +30,7 @@ class LaunchConfig:
     block_d: int = 0
     heads_per_program: int = 1
     programs_per_sm: int = 4
+    dot: bool = True
 
 
 def interpreting() -> bool:

@@ -17,4 +17,6 @@ def lookup(op: str, spec: Any, fmt: str, batch: int, device: torch.device) -> La
         return LaunchConfig(num_warps=4, block_d=512 if batch >= 16 else 256)
     if op == "fold":
         return LaunchConfig(num_warps=4, programs_per_sm=4)
-    return LaunchConfig(num_warps=2, heads_per_program=1)
+    if op == "prepass":
+        return LaunchConfig(num_warps=4)
+    return LaunchConfig(num_warps=4, heads_per_program=4, num_stages=3)

@@ -26,6 +26,9 @@ class TritonBackend:
 
     name = "triton"
 
+    def __init__(self) -> None:
+        self._workspaces: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
     def supports(self, pool: StatePool) -> str | None:
         if importlib.util.find_spec("triton") is None:
             return "triton is not installed"
@@ -74,19 +77,30 @@ class TritonBackend:
         out: torch.Tensor,
     ) -> None:
         from replayinfer.kernels.launch.lookup import lookup
+        from replayinfer.kernels.mamba2.prepass import prepass
         from replayinfer.kernels.mamba2.readout import readout
 
         spec: Any = pool.spec
         arrays, weights, rows = plan.arrays, pool.weights, pool.inputs.fields
         token = {name: value[:, 0] for name, value in inputs.items()}
-        readout(
-            out[:, 0], pool.checkpoints.plane[layer],
-            token["x"], token["dt"], token["B"], token["C"], token.get("z"),
+        weight, scale = self._workspace(pool, plan.bucket)
+        pdl = _has_pdl(pool.device)
+
+        def config(op: str) -> Any:
+            return lookup(op, spec, pool.format.name, plan.bucket, pool.device)
+
+        prepass(
+            weight, scale, token["dt"], token["B"], token["C"],
             weights["A"][layer], weights["D"][layer], weights["dt_bias"][layer],
-            rows["x"][layer], rows["B"][layer], rows["dt"][layer],
+            rows["B"][layer], rows["dt"][layer], arrays.history, arrays.window, arrays.table,
+            dt_limit=spec.dt_limit, dt_softplus=spec.dt_softplus, pdl=pdl,
+            config=config("prepass"),
+        )  # fmt: skip
+        readout(
+            out[:, 0], pool.checkpoints.plane[layer], weight, scale,
+            token["x"], token["C"], token.get("z"), rows["x"][layer],
             arrays.page, arrays.history, arrays.window, arrays.table,
-            capacity=pool.capacity, dt_limit=spec.dt_limit, dt_softplus=spec.dt_softplus,
-            config=lookup("readout", spec, pool.format.name, plan.bucket, pool.device),
+            pdl=pdl, config=config("readout"),
         )  # fmt: skip
 
     def materialize(
@@ -101,6 +115,18 @@ class TritonBackend:
             ints([rows]), ints([table]), ints([1]), 1,
         )  # fmt: skip
         return out[0, 0]
+
+    def _workspace(self, pool: StatePool, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a prepass hands to its readout; one per bucket, at an address that never moves."""
+        rows = max(16, 1 << (pool.capacity - 1).bit_length())
+        key = (pool.device, bucket, pool.spec.heads, rows)
+        if key not in self._workspaces:
+            shape = (bucket, pool.spec.heads)
+            self._workspaces[key] = (
+                torch.empty((*shape, rows), device=pool.device),
+                torch.empty((*shape, 2), device=pool.device),
+            )
+        return self._workspaces[key]
 
     def _fold(
         self,
@@ -140,3 +166,8 @@ def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@lru_cache
+def _has_pdl(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
