@@ -7,9 +7,16 @@ from typing import Any
 
 import torch
 
-from .errors import InputError
+from .errors import InputError, UnsupportedError
 
-__all__ = ["check_tensor", "describe_dtypes", "dtype_name", "positive_int", "storage_overlaps"]
+__all__ = [
+    "check_tensor",
+    "describe_dtypes",
+    "dtype_name",
+    "positive_int",
+    "storage_overlaps",
+    "usable_device",
+]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -29,6 +36,17 @@ def positive_int(name: str, value: Any, *, minimum: int = 1, maximum: int | None
         upper = "" if maximum is None else f" and <= {maximum}"
         raise InputError(f"{name}: got {value}; allowed an integer >= {minimum}{upper}; change it")
     return value
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """The device with its index (``"cuda"`` becomes ``"cuda:0"``), or `UnsupportedError`."""
+    try:
+        return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError, TypeError) as error:  # torch raises any of them
+        reason = str(error).splitlines()[0]
+        raise UnsupportedError(
+            f"device: got {device!r}; allowed a device that this torch can use; torch says: {reason}"
+        ) from None
 
 
 def check_tensor(

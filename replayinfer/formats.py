@@ -75,7 +75,7 @@ def get_format(name: str | CheckpointFormat) -> CheckpointFormat:
     """Look a format up by name; `UnsupportedError` lists the names."""
     if isinstance(name, CheckpointFormat):
         return name
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise UnsupportedError(f"format: got {name!r}; allowed {', '.join(FORMATS)}; pick one")
     return FORMATS[name]
 

@@ -7,7 +7,7 @@ its arguments, raises before anything changes, and leaves the work to a backend.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from .backends import Backend, select
 from .checks import check_tensor
 from .errors import InputError, PlanError
 from .planner import HostPlanner, Plan
+from .planner.trees import check_paths
 from .pools import StatePool
 from .spec.base import GATE_DTYPES
 
@@ -122,10 +123,44 @@ def readout(
 
 
 def commit(
-    planner: HostPlanner, plan: Plan, accepted: ArrayLike | None = None
+    planner: HostPlanner,
+    plan: Plan,
+    accepted: ArrayLike | None = None,
+    *,
+    paths: Sequence[ArrayLike] | None = None,
+    backend: str | Backend = "auto",
 ) -> NDArray[np.int32]:
-    """Advance the histories by the accepted counts (the whole windows if omitted)."""
-    return planner.commit(plan, accepted)
+    """Advance the histories by the accepted counts (the whole windows if omitted).
+
+    Parameters
+    ----------
+    accepted : int array [batch], optional
+        How many tokens of each chain are kept, 0..window.
+    paths : sequence of node lists, optional
+        For a plan with ``parents``: the accepted nodes of each tree, from the root down. Their rows
+        move to where a chain's would be; checkpoints are not touched.
+
+    Returns
+    -------
+    int32 [batch]
+        Accepted tokens.
+    """
+    if plan.parents is None:
+        if paths is not None:
+            raise InputError(
+                "paths: got paths for a plan of chains; allowed with plan(parents=…); "
+                "pass accepted counts"
+            )
+        return planner.commit(plan, accepted)
+    if paths is None or accepted is not None:
+        raise InputError(
+            "accepted: got a count for a plan of trees; allowed paths, since a count does not say "
+            "which nodes; pass paths=[[node, …], …]"
+        )
+    _require_folded(plan, "commit")
+    counts, nodes = check_paths(paths, plan.parents, plan.windows)
+    select(backend, planner.pool).compact(planner.pool, plan, nodes)
+    return planner.commit(plan, counts)
 
 
 def materialize(

@@ -75,6 +75,7 @@ class ReplayDecodeWrapper:
         bucket: int | None = None,
         window: int | None = None,
         force_fold: ArrayLike | None = None,
+        parents: ArrayLike | None = None,
     ) -> Plan:
         """Plan the next step; see `HostPlanner.plan`. The last one must be committed or aborted."""
         if self._plan is not None:
@@ -84,7 +85,12 @@ class ReplayDecodeWrapper:
             )
         self.pool.require_bound()
         self._plan = self.planner.plan(
-            sequences, windows, bucket=bucket, window=window, force_fold=force_fold
+            sequences,
+            windows,
+            bucket=bucket,
+            window=window,
+            force_fold=force_fold,
+            parents=parents,
         )
         return self._plan
 
@@ -107,10 +113,13 @@ class ReplayDecodeWrapper:
         plan.layers_run.add(layer)
         return y
 
-    def commit(self, accepted: ArrayLike | None = None) -> NDArray[np.int32]:
+    def commit(
+        self, accepted: ArrayLike | None = None, *, paths: Sequence[ArrayLike] | None = None
+    ) -> NDArray[np.int32]:
         """Advance every sequence by its accepted tokens, by default all of its window.
 
-        Returns the counts, int32 ``[batch]``.
+        A plan of draft trees takes `paths` instead; see `ops.commit`. Returns the counts, int32
+        ``[batch]``.
 
         Raises
         ------
@@ -126,7 +135,7 @@ class ReplayDecodeWrapper:
                 f"commit: got no run of layers {missing} in this step; allowed after every layer "
                 "of the pool ran; run them, or abort"
             )
-        counts = self.planner.commit(plan, accepted)
+        counts = ops.commit(self.planner, plan, accepted, paths=paths, backend=self.backend)
         self._plan = None
         self._count(plan, counts)
         return counts

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from replayinfer import InputError, StaleHandleError, StatePool, UnsupportedError
+from replayinfer import InputError, StatePool, UnsupportedError
 
 from .cache import with_state_layers
 from .dispatch import install
@@ -313,7 +313,7 @@ class ReplayEngine:
         for sequence in sequences:
             self.pool.tokens(sequence)  # raises unless the handle is live
             if sequence in seen:
-                raise StaleHandleError(
+                raise InputError(
                     f"sequences: got {sequence} twice; allowed each once; drop the repetition"
                 )
             seen.add(sequence)

@@ -12,9 +12,9 @@ import torch
 
 from replayinfer import GDNSpec, LayerSpec, Mamba2Spec, UnsupportedError
 
-__all__ = ["FAMILIES", "Family", "Kind", "ModelBinding", "describe", "unsupported_reason"]
+from . import peer
 
-_OLDEST = (5, 17)
+__all__ = ["FAMILIES", "Family", "Kind", "ModelBinding", "describe", "unsupported_reason"]
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def describe(model: Any) -> ModelBinding:
     UnsupportedError
         The installed version, the architecture, or something about this model cannot be served.
     """
-    _check_version()
+    peer.load()
     config = _text_config(model)
     model_type = getattr(config, "model_type", type(model).__name__)
     family = FAMILIES.get(model_type)
@@ -207,19 +207,3 @@ def _text_config(model: Any) -> Any:
     config = getattr(model, "config", None)
     reader = getattr(config, "get_text_config", None)
     return reader(decoder=True) if reader else config
-
-
-def _check_version() -> None:
-    try:
-        from transformers import __version__
-    except ImportError:
-        raise UnsupportedError(
-            "transformers: got no installation; allowed 5.17 or newer; "
-            "pip install 'replayinfer[transformers]'"
-        ) from None
-    parts = tuple(int(p) for p in __version__.split(".")[:2] if p.isdigit())
-    if parts < _OLDEST:
-        raise UnsupportedError(
-            f"transformers: got {__version__}; allowed 5.17 or newer; "
-            "pip install 'replayinfer[transformers]'"
-        )

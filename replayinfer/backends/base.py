@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..planner import Plan
 from ..pools import StatePool
@@ -41,6 +43,9 @@ class Backend(Protocol):
         out: torch.Tensor,
     ) -> None:
         """Append the window's rows and write its outputs; checkpoints are only read."""
+
+    def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
+        """Move accepted tree nodes ``[batch, window]`` (-1: none) to where a chain's rows lie."""
 
     def materialize(
         self, pool: StatePool, layer: int, page: int, table: list[int], rows: int

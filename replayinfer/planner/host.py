@@ -12,6 +12,7 @@ from ..pools import StatePool
 from .plan import Plan, PlanBuffer
 from .policy import Policy, get_policy
 from .predicate import must_fold
+from .trees import check_parents
 
 __all__ = ["HostPlanner"]
 
@@ -54,6 +55,7 @@ class HostPlanner:
         bucket: int | None = None,
         window: int | None = None,
         force_fold: ArrayLike | None = None,
+        parents: ArrayLike | None = None,
     ) -> Plan:
         """Plan one step.
 
@@ -69,6 +71,9 @@ class HostPlanner:
             Tokens per row of the step's tensors; the longest of `windows` if omitted.
         force_fold : bool or bool array, optional
             Sequences to fold even where their window fits, e.g. before a state is published.
+        parents : integer array [batch, window], optional
+            Makes the windows draft trees: the parent of every node, which comes before it, or -1
+            where it continues the history. Such a plan is committed with paths.
 
         Returns
         -------
@@ -91,6 +96,7 @@ class HostPlanner:
         forced = self._mask(force_fold, n)
         size = self._bucket(n, bucket)
         width = self._width(wins, window)
+        tree = None if parents is None else check_parents(parents, wins, width)
         if size in self._in_use:
             raise PlanError(
                 f"plan: got a second plan in bucket {size} before the first was committed or "
@@ -161,7 +167,7 @@ class HostPlanner:
             forced=int(np.count_nonzero(fold & ~chosen)), early=int(np.count_nonzero(early)),
             fold_index=index, pages=pages, table=table,
             taken_checkpoints=taken_checkpoints, taken_inputs=taken_inputs,
-            released_checkpoints=released, released_inputs=dropped,
+            released_checkpoints=released, released_inputs=dropped, parents=tree,
         )  # fmt: skip
         self._in_use[size] = plan
         return plan

@@ -155,6 +155,8 @@ class Plan:
         The sequences that fold before the readouts.
     fold_rows : int32 [batch]
         Rows that a folding sequence folds (its whole history at plan time).
+    parents : int32 [batch, window] or None
+        Parent of every node where the windows are draft trees; None where they are chains.
     forced : int
         Folds that ``force_fold`` asked for and nothing else did.
     early : int
@@ -181,6 +183,7 @@ class Plan:
     taken_inputs: IdArray
     released_checkpoints: IdArray
     released_inputs: IdArray
+    parents: NDArray[np.int32] | None = None
     state: Literal["planned", "folded", "committed", "aborted"] = "planned"
     layers_run: set[int] = field(default_factory=set)
 

@@ -81,7 +81,7 @@ def get_policy(policy: str | Policy) -> Policy:
     """Look a policy up by name, or pass one through."""
     if callable(policy):
         return policy
-    if policy not in POLICIES:
+    if not isinstance(policy, str) or policy not in POLICIES:
         raise UnsupportedError(
             f"policy: got {policy!r}; allowed {', '.join(POLICIES)} or a callable; pick one"
         )

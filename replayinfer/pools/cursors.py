@@ -25,6 +25,8 @@ _GENERATION_MASK = (1 << _GENERATION_BITS) - 1
 _TAGS = 1 << 11
 MAX_SLOTS = 1 << _SLOT_BITS
 
+_FREE = np.iinfo(np.int64).min  # the prefix of no handle, not even of a negative number
+
 _tag_counter = itertools.count(1)
 
 
@@ -59,7 +61,7 @@ class Cursors:
         self.generation = np.zeros(slots, dtype=np.int64)
         self.busy = np.zeros(slots, dtype=bool)
         self._tag = next(_tag_counter) % _TAGS
-        self._live_prefix = np.full(slots, -1, dtype=np.int64)  # handle >> slot bits, -1 when free
+        self._live_prefix = np.full(slots, _FREE, dtype=np.int64)  # handle >> slot bits
         self._stamp = np.zeros(slots, dtype=np.int64)
 
     def open(self, slots: NDArray[np.int32]) -> list[SequenceId]:
@@ -77,7 +79,7 @@ class Cursors:
     def close(self, slots: SlotArray) -> None:
         """Make live slots free; their handles go stale."""
         self.generation[slots] = (self.generation[slots] + 1) & _GENERATION_MASK
-        self._live_prefix[slots] = -1
+        self._live_prefix[slots] = _FREE
         self.checkpoint[slots] = -1
         self.table[slots] = -1
 
@@ -98,7 +100,10 @@ class Cursors:
         PlanError
             A sequence that a plan holds.
         """
-        handles = np.asarray(sequences)
+        try:
+            handles = np.asarray(sequences)
+        except ValueError:  # lists of several lengths
+            handles = np.asarray(sequences, dtype=object)
         if handles.ndim == 0:
             handles = handles[None]
         if handles.size == 0:
@@ -130,18 +135,14 @@ class Cursors:
 
     def one(self, sequence: int) -> int:
         """The slot of one live handle that no plan holds."""
-        if isinstance(sequence, bool) or not isinstance(sequence, (int, np.integer)):
-            raise InputError(
-                f"sequence: got {type(sequence).__name__}; allowed one handle (an int); "
-                "pass what alloc or fork returned"
-            )
-        return int(self.resolve([int(sequence)])[0])
+        return int(self.resolve([_as_int(sequence)])[0])
 
     def peek(self, sequence: int) -> int:
         """As `one`, but a plan may hold the sequence: for reading only."""
-        slot = int(sequence) & _SLOT_MASK
-        if slot >= self.slots or self._live_prefix[slot] != int(sequence) >> _SLOT_BITS:
-            self._refuse_handle([int(sequence)])
+        handle = _as_int(sequence)
+        slot = handle & _SLOT_MASK
+        if slot >= self.slots or self._live_prefix[slot] != handle >> _SLOT_BITS:
+            self._refuse_handle([handle])
         return slot
 
     def describe(self, handle: int) -> str:
@@ -167,3 +168,12 @@ class Cursors:
                     "handles; drop it after free"
                 )
         raise AssertionError("every handle was live")
+
+
+def _as_int(sequence: int) -> int:
+    if isinstance(sequence, bool) or not isinstance(sequence, (int, np.integer)):
+        raise InputError(
+            f"sequence: got {type(sequence).__name__}; allowed one handle (an int); "
+            "pass what alloc or fork returned"
+        )
+    return int(sequence)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..checks import positive_int
+from ..checks import positive_int, usable_device
 from ..errors import InputError
 from ..formats import CheckpointFormat
 from ..spec import LayerSpec
@@ -105,7 +105,7 @@ class StatePool:
         self.capacity = capacity
         self.max_window = max_window
         self.restore = restore
-        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        self.device = usable_device(device)
 
         n = len(self.layers)
         self.checkpoints = CheckpointPool(spec, self.format, n, sizes.checkpoint_pages, self.device)

@@ -38,9 +38,10 @@ def check_seed(
     if conv is not None and pool.spec.conv_width:
         tables.append(("conv", conv))
     for name, given in tables:
-        if set(given) != set(pool.layers):
+        if not isinstance(given, Mapping) or set(given) != set(pool.layers):
+            got = f"layers {list(given)}" if isinstance(given, Mapping) else type(given).__name__
             raise InputError(
-                f"{name}: got layers {sorted(given)}; allowed exactly {list(pool.layers)}; "
+                f"{name}: got {got}; allowed a mapping of exactly the layers {list(pool.layers)}; "
                 "seed every layer of the pool at once"
             )
     shape, dims = ((heads, dim, state), ("heads", "dim", "state"))

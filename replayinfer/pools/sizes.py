@@ -39,12 +39,12 @@ class PoolSizes:
 
 
 def layer_tuple(layers: Iterable[int]) -> tuple[int, ...]:
-    result = tuple(layers)
+    result = tuple(layers) if isinstance(layers, Iterable) else ()
     bad = [x for x in result if isinstance(x, bool) or not isinstance(x, int) or x < 0]
     if not result or bad or len(set(result)) != len(result):
         raise UnsupportedError(
-            f"layers: got {list(result)}; allowed distinct model layer indices >= 0, at least one; "
-            "list the recurrent layers"
+            f"layers: got {list(result) or layers!r}; allowed distinct model layer indices >= 0, "
+            "at least one; list the recurrent layers"
         )
     return result
 

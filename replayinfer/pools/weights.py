@@ -32,6 +32,7 @@ class LayerWeights:
             f.name: torch.full(
                 (len(layers), *f.shape),
                 math.nan if f.default is None else f.default,
+                dtype=torch.float32,  # whatever torch's default is
                 device=device,
             )
             for f in spec.weight_fields
@@ -56,7 +57,9 @@ class LayerWeights:
                         f"{name}: got nothing for layer {layer}; allowed float "
                         f"{list(field.shape)}; pass {name}=…"
                     )
-                value = torch.full(field.shape, field.default, device=self.device)
+                value = torch.full(
+                    field.shape, field.default, dtype=torch.float32, device=self.device
+                )
             check_tensor(
                 name, value, shape=field.shape, dims=[str(s) for s in field.shape],
                 dtypes=FLOAT_DTYPES, device=self.device,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -206,6 +207,14 @@ class LayerSpec(ABC):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UnsupportedError(
                 f"{name}: got {value!r}; allowed an integer >= 1; take it from the model's config"
+            )
+
+    def _require_number(self, name: str, rule: str, allowed: Callable[[float], bool]) -> None:
+        value: Any = getattr(self, name)
+        number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not allowed(value):
+            raise UnsupportedError(
+                f"{name}: got {value!r}; allowed {rule}; take it from the model's config"
             )
 
     def _require_one_of(self, name: str, allowed: tuple[Any, ...]) -> None:

@@ -7,7 +7,6 @@ from typing import Literal
 
 import torch
 
-from ..errors import UnsupportedError
 from ..formats import CheckpointFormat
 from .base import InputField, LayerSpec, RowField, WeightField
 
@@ -31,10 +30,9 @@ class DeltaSpec(LayerSpec):
         self._require_one_of("gate", self.gates_allowed)
         self._require_one_of("beta", ("sigmoid", "sigmoid2", "given"))
         self._require_one_of("norm", ("l2", "none"))
-        if not self.norm_eps >= 0:
-            raise UnsupportedError(
-                f"norm_eps: got {self.norm_eps!r}; allowed a number >= 0; take it from the model"
-            )
+        self._require_number("norm_eps", "a number >= 0", lambda eps: eps >= 0)
+        if self.scale is not None:
+            self._require_number("scale", "a number, or None for state ** -0.5", lambda _: True)
 
     @property
     def gates_allowed(self) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..errors import UnsupportedError
 from .delta import DeltaSpec
 
 __all__ = ["KDASpec"]
@@ -49,11 +48,7 @@ class KDASpec(DeltaSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not -1e4 <= self.lower_bound < 0:
-            raise UnsupportedError(
-                f"lower_bound: got {self.lower_bound!r}; allowed a negative number; "
-                "take it from the model's config"
-            )
+        self._require_number("lower_bound", "a negative number", lambda low: -1e4 <= low < 0)
 
     @property
     def gates_allowed(self) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ class Mamba2Spec(LayerSpec):
             low, high = (float(v) for v in limit)
         except (TypeError, ValueError):
             low, high = math.nan, math.nan
-        if not 0.0 <= low <= high:
+        if not (0.0 <= low <= high and low < math.inf):
             raise UnsupportedError(
                 f"dt_limit: got {limit!r}; allowed (low, high) with 0 <= low <= high; "
                 "take time_step_limit from the model's config"

@@ -132,5 +132,6 @@ def test_computing_type_and_state_rounding_order_the_errors(rng):
     _, bf16 = recurrence(spec, S0, inputs, weights, torch.float32, state_rounding=torch.bfloat16)
     assert fp32.dtype == torch.float32
     assert torch.equal(bf16, bf16.bfloat16().float())
-    assert 1e-9 < relative_error(fp32, exact) < 3e-6
-    assert relative_error(bf16, exact) > 1000 * relative_error(fp32, exact)
+    # Near 1 the rounding of the decay itself is the same at every token: up to 512 * 2^-24.
+    assert 1e-9 < relative_error(fp32, exact) < 3e-5
+    assert relative_error(bf16, exact) > 100 * relative_error(fp32, exact)

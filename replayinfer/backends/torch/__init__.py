@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...planner import Plan
 from ...pools import StatePool
 from . import delta, mamba2
 from .conv import conv_update
-from .rows import Window
+from .rows import Window, compact_rows
 
 __all__ = ["TorchBackend"]
 
@@ -77,6 +79,9 @@ class TorchBackend:
             arrays.table[:n].long(), arrays.history[:n].long(),
         )  # fmt: skip
         window.put(out, y)
+
+    def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
+        compact_rows(pool, plan, nodes)
 
     def materialize(
         self, pool: StatePool, layer: int, page: int, table: list[int], rows: int

@@ -30,8 +30,8 @@ def conv_update(
 
     line = torch.cat([old, new], dim=1)  # [n, taps + window, channels]
     weight = pool.weights["conv_weight"][layer]
-    steps = new.shape[1]
+    sequence = torch.arange(window.batch, device=x.device)[:, None]
     y = pool.weights["conv_bias"][layer].expand(new.shape)
     for i in range(taps + 1):
-        y = y + weight[:, i] * line[:, i : i + steps]
+        y = y + weight[:, i] * line[sequence, window.taps[:, :, i]]
     return torch.nn.functional.silu(y) if pool.spec.conv_activation == "silu" else y

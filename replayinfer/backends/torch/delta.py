@@ -70,7 +70,7 @@ def readout(
     past = gather_rows(pool, layer, table, starts)
     past_k = _to_heads(_keys(past), spec)
     after, total = suffix_sums(_per_channel(past["g"]))  # to the end of the history
-    since = g.cumsum(1)  # from there to each token: a forward sum
+    pair, since = pairwise_sums(g, window.allowed)  # inside the window, and from its start
     reach = after[:, None] + since[:, :, None]  # [n, t, j, h, 1 or k]
     whole = torch.exp(total[:, None] + since)  # [n, t, h, 1 or k]
 
@@ -79,14 +79,12 @@ def readout(
         replayed = torch.einsum("ntjh,njhv->nthv", _scores(past_k, x, reach), past["u"])
         return replayed + torch.einsum("nhvk,nthk->nthv", state, whole * x)
 
-    pair = pairwise_sums(g)  # [n, t, s, h, 1 or k]
     b = rows["beta"]
-    rows["u"] = _substitute(b[..., None] * (v - from_past(k)), b, _scores(k, k, pair))
+    allowed = window.allowed[..., None]
+    rows["u"] = _substitute(b[..., None] * (v - from_past(k)), b, _scores(k, k, pair) * allowed)
     window.append(pool, layer, {name: rows[name] for name in pool.inputs.fields})
 
-    steps = v.shape[1]
-    causal = torch.ones(steps, steps, device=v.device).tril()[None, :, :, None]
-    reads = _scores(k, q, pair) * causal
+    reads = _scores(k, q, pair) * allowed
     return from_past(q) + torch.einsum("ntsh,nshv->nthv", reads, rows["u"])
 
 
@@ -94,9 +92,10 @@ def _solve_rows(
     state: torch.Tensor, k: torch.Tensor, g: torch.Tensor, rows: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
     """``(I + A) u = b (v - S0 e^{g(0,.)} k)`` over a fold's rows, ``[n, rows, heads, dim]``."""
-    seen = torch.einsum("nhvk,njhk->njhv", state, torch.exp(g.cumsum(1)) * k)
+    pair, since = pairwise_sums(g)
+    seen = torch.einsum("nhvk,njhk->njhv", state, torch.exp(since) * k)
     b = rows["beta"]
-    return _substitute(b[..., None] * (rows["v"] - seen), b, _scores(k, k, pairwise_sums(g)))
+    return _substitute(b[..., None] * (rows["v"] - seen), b, _scores(k, k, pair))
 
 
 def _substitute(rhs: torch.Tensor, b: torch.Tensor, overlap: torch.Tensor) -> torch.Tensor:

@@ -61,14 +61,13 @@ def readout(
 
     past = gather_rows(pool, layer, table, starts)
     after, total = suffix_sums(past["dt"])  # to the end of the history
-    since = dt.cumsum(1)  # from there to each token: a forward sum
+    pair, since = pairwise_sums(dt, window.allowed)  # inside the window, and from its start
 
     reach = decay_rate * (after[:, None] + since[:, :, None])  # [n, t, j, h]
     scores = _to_heads(torch.einsum("njgs,ntgs->ntjg", past["B"], c), spec, axis=3)
     y = torch.einsum("ntjh,njhd->nthd", torch.exp(reach) * past["dt"][:, None] * scores, past["x"])
 
-    causal = torch.ones(dt.shape[1], dt.shape[1], device=dt.device).tril()[None, :, :, None]
-    inside = torch.exp(decay_rate * pairwise_sums(dt)) * dt[:, None] * causal
+    inside = torch.exp(decay_rate * pair) * dt[:, None] * window.allowed[..., None]
     scores = _to_heads(torch.einsum("njgs,ntgs->ntjg", b, c), spec, axis=3)
     y = y + torch.einsum("ntjh,njhd->nthd", inside * scores, x)
 

@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from ...planner import Plan
+from ...planner.trees import ancestors, convolution_sources
 from ...pools import StatePool
 
-__all__ = ["Window", "gather_rows", "pairwise_sums", "suffix_sums"]
+__all__ = ["Window", "compact_rows", "gather_rows", "pairwise_sums", "suffix_sums"]
 
 
 def gather_rows(
@@ -45,17 +46,22 @@ def suffix_sums(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return after, inclusive[:, 0]
 
 
-def pairwise_sums(g: torch.Tensor) -> torch.Tensor:
-    """Sums over ``(s, t]``: ``[n, t, s, ...]`` from ``[n, rows, ...]``; 0 where ``s >= t``.
+def pairwise_sums(
+    g: torch.Tensor, allowed: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums over ``(s, t]`` of the rows that lead to ``t``, and over all of them.
 
-    For each ``t`` a reverse scan over the rows up to ``t``, shifted by one.
+    ``[n, t, s, ...]`` and ``[n, t, ...]`` from ``[n, rows, ...]``. `allowed` ``[n, t, s]`` says
+    which rows lead to ``t`` (its ancestors and itself, in order); by default every row up to it.
+    For each ``t`` it is a reverse scan over those rows, shifted by one.
     """
     rows = g.shape[1]
-    index = torch.arange(rows, device=g.device)
-    upto = (index[None, :] <= index[:, None]).view(1, rows, rows, *(1,) * (g.dim() - 2))
-    masked = torch.where(upto, g[:, None], 0.0)
+    if allowed is None:
+        allowed = torch.ones(1, rows, rows, dtype=torch.bool, device=g.device).tril()
+    masked = torch.where(allowed.view(*allowed.shape, *(1,) * (g.dim() - 2)), g[:, None], 0.0)
     inclusive = masked.flip(2).cumsum(2).flip(2)
-    return torch.cat([inclusive[:, :, 1:], torch.zeros_like(inclusive[:, :, :1])], dim=2)
+    after = torch.cat([inclusive[:, :, 1:], torch.zeros_like(inclusive[:, :, :1])], dim=2)
+    return after, inclusive[:, :, 0]
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,10 @@ class Window:
     offset: torch.Tensor  # [tokens]
     ring: torch.Tensor  # [tokens]: places in the convolution ring
     slot: torch.Tensor  # [tokens]
+    allowed: (
+        torch.Tensor
+    )  # bool [batch, window, window]: rows that lead to a token, itself included
+    taps: torch.Tensor  # [batch, window, width]: convolution inputs, see `convolution_sources`
 
     @classmethod
     def of(cls, pool: StatePool, plan: Plan) -> Window:
@@ -87,7 +97,16 @@ class Window:
         def send(x: NDArray[np.generic]) -> torch.Tensor:
             return torch.from_numpy(x.astype(np.int64)).to(pool.device)
 
-        return cls(n, torch.from_numpy(live).to(pool.device), *(send(c) for c in columns))
+        parents = plan.parents
+        if parents is None:
+            parents = np.broadcast_to(np.arange(plan.window, dtype=np.int32) - 1, live.shape)
+        return cls(
+            n,
+            torch.from_numpy(live).to(pool.device),
+            *(send(c) for c in columns),
+            torch.from_numpy(ancestors(parents)).to(pool.device),
+            send(convolution_sources(parents, pool.conv.taps)),
+        )
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
         """A step input in float32 without pads: ``[batch, window, ...]``, dead tokens zero."""
@@ -114,3 +133,32 @@ def _tokens_before(pool: StatePool, plan: Plan) -> NDArray[np.int64]:
     """Tokens before the window; a fold moves base and history, not their sum."""
     cur = pool.cursors
     return cur.base[plan.slots] + cur.history[plan.slots]
+
+
+def compact_rows(pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
+    """Move the rows of accepted nodes ``[batch, window]`` (-1: none) to where a chain has them.
+
+    Rows in every field and layer, and the convolution rings. Everything is read before it is
+    written.
+    """
+    sequence, rank = np.nonzero(nodes >= 0)
+    node = nodes[sequence, rank]
+    moved = node != rank
+    sequence, rank, node = sequence[moved], rank[moved], node[moved]
+    if not sequence.size:
+        return
+    rows = pool.sizes.page_rows
+
+    def send(x: NDArray[np.generic]) -> torch.Tensor:
+        return torch.from_numpy(x.astype(np.int64)).to(pool.device)
+
+    def place(index: NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
+        row = plan.starts[sequence] + index
+        return send(plan.table[sequence, row // rows]), send(row % rows)
+
+    (page, offset), (to_page, to_offset) = place(node), place(rank.astype(np.int32))
+    for field in pool.inputs.fields.values():
+        field[:, to_page, to_offset] = field[:, page, offset]
+    slot, before, ring = send(plan.slots[sequence]), _tokens_before(pool, plan)[sequence], pool.conv
+    source, target = send((before + node) % ring.ring), send((before + rank) % ring.ring)
+    ring.rows[:, slot, target] = ring.rows[:, slot, source]

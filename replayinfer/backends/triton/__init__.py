@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ...planner import Plan
 from ...pools import StatePool
@@ -102,6 +104,9 @@ class TritonBackend:
             arrays.page, arrays.history, arrays.window, arrays.table,
             pdl=pdl, config=config("readout"),
         )  # fmt: skip
+
+    def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
+        raise AssertionError("supports() refuses windows above 1, so no plan here holds a tree")
 
     def materialize(
         self, pool: StatePool, layer: int, page: int, table: list[int], rows: int

@@ -49,7 +49,7 @@ class AttentionSpec:
 class LatentAttentionSpec:
     """Multi-head latent attention: one latent of `kv_lora_rank` and one key of `rope_dim` a token.
 
-    Keys are `nope_dim` + `rope_dim` long once expanded, values `value_dim`; the cache holds neither.
+    Expanded keys are `nope_dim` + `rope_dim` long, values `value_dim`; the cache holds neither.
     """
 
     heads: int

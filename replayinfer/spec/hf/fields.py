@@ -24,24 +24,26 @@ class Fields:
     absent only where the model's class gives null a meaning (`default` is then None).
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(self, values: Mapping[str, Any], inside: str = "") -> None:
         self._values = values
+        self._inside = inside  # the object that holds these fields, for messages
 
-    def given(self, *names: str) -> bool:
-        """Whether any of `names` is there and not null."""
-        return any(self._values.get(name) is not None for name in names)
+    def has(self, *names: str) -> bool:
+        """Whether a field of any of `names` is there, be it null."""
+        return any(name in self._values for name in names)
 
     def raw(self, name: str, *older: str) -> tuple[str, Any]:
-        """The name under which a field is given, and its value; null if it is nowhere."""
+        """The name under which a field is given, and its value; None if it is nowhere."""
         found = [(n, self._values[n]) for n in (name, *older) if n in self._values]
         set_ = [(n, v) for n, v in found if v is not None]
         for other, value in set_[1:]:
             if value != set_[0][1]:
                 raise InputError(
-                    f"{other}: got {value!r} beside {set_[0][0]}={set_[0][1]!r}; allowed one value "
-                    "under both names; remove one"
+                    f"{self._inside}{other}: got {value!r} beside {set_[0][0]}={set_[0][1]!r}; "
+                    "allowed one value under both names; remove one"
                 )
-        return set_[0] if set_ else (found[0] if found else (name, None))
+        given, value = set_[0] if set_ else (found[0] if found else (name, None))
+        return self._inside + given, value
 
     def optional_integer(self, name: str, *older: str, minimum: int = 1) -> int | None:
         """An integer, or None where the field is absent or null."""
@@ -51,7 +53,7 @@ class Fields:
     def integer(self, name: str, default: int, *older: str, minimum: int = 1) -> int:
         """An integer; null is refused."""
         found, value = self.raw(name, *older)
-        if value is None and found not in self._values:
+        if value is None and not self.has(name, *older):
             value = default
         return _integer(found, value, minimum)
 
@@ -67,14 +69,24 @@ class Fields:
             raise InputError(f"{found}: got {value!r}; allowed true or false; correct the config")
         return value
 
-    def number(self, name: str, default: float) -> float:
+    def number(self, name: str, default: float, *older: str) -> float:
         """A positive number."""
-        _, value = self.raw(name)
-        if value is None and name not in self._values:
+        found, value = self.raw(name, *older)
+        if value is None and not self.has(name, *older):
             return default
         number = _float(value)
         if not 0 < number < math.inf:
-            raise InputError(f"{name}: got {value!r}; allowed a number > 0; correct the config")
+            raise InputError(f"{found}: got {value!r}; allowed a number > 0; correct the config")
+        return number
+
+    def negative(self, name: str) -> float | None:
+        """A negative number, or None where the field is absent or null."""
+        found, value = self.raw(name)
+        if value is None:
+            return None
+        number = _float(value)
+        if not -math.inf < number < 0:
+            raise InputError(f"{found}: got {value!r}; allowed a number < 0; correct the config")
         return number
 
     def limits(self, name: str, *older: str) -> tuple[float, float]:
@@ -97,7 +109,7 @@ class Fields:
 
     def integers(self, name: str) -> tuple[int, ...] | None:
         """A list of integers >= 0, or None where the field is absent or null."""
-        _, value = self.raw(name)
+        found, value = self.raw(name)
         if value is None:
             return None
         ok = isinstance(value, (list, tuple)) and all(
@@ -105,7 +117,7 @@ class Fields:
         )
         if not ok:
             raise InputError(
-                f"{name}: got {value!r}; allowed a list of integers >= 0; correct the config"
+                f"{found}: got {value!r}; allowed a list of integers >= 0; correct the config"
             )
         return tuple(value)
 
@@ -114,7 +126,7 @@ class Fields:
         _, value = self.raw(name)
         if value is not None and not isinstance(value, Mapping):
             raise InputError(f"{name}: got {value!r}; allowed an object; correct the config")
-        return Fields(value or {})
+        return Fields(value or {}, inside=f"{name}.")
 
     def dtype(self, *names: str) -> torch.dtype | None:
         """A floating dtype by any of `names`, as a string or a torch dtype; None where absent."""

@@ -73,7 +73,12 @@ class ModelLayers:
             There is no recurrent layer, or they differ.
         """
         specs = set(self.ssm.values())
-        if len(specs) != 1:
+        if not specs:
+            raise UnsupportedError(
+                f"layers: got {self.layers} without a recurrence; allowed at least one recurrent "
+                "layer; serve this model without replay"
+            )
+        if len(specs) > 1:
             raise UnsupportedError(
                 f"layers: got recurrent layers of {len(specs)} shapes; allowed one shape; "
                 "make a pool for each shape"

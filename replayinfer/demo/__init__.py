@@ -1,0 +1,1 @@
+"""The main job: small hybrid models, real text, continuous batching by replay, every token checked."""
