@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from . import backends, ops
     from .errors import (
         CapacityError,
+        CheckError,
         InputError,
+        NonFiniteStateError,
         PlanError,
         ReplayError,
         StaleHandleError,
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
 _MODULES = {
     "errors": (
         "CapacityError",
+        "CheckError",
         "InputError",
+        "NonFiniteStateError",
         "PlanError",
         "ReplayError",
         "StaleHandleError",
@@ -53,6 +57,7 @@ __all__ = [
     "FORMATS",
     "CapacityError",
     "CapacityReport",
+    "CheckError",
     "CheckpointFormat",
     "GDNSpec",
     "HostPlanner",
@@ -60,6 +65,7 @@ __all__ = [
     "KDASpec",
     "LayerSpec",
     "Mamba2Spec",
+    "NonFiniteStateError",
     "Plan",
     "PlanError",
     "ReplayDecodeWrapper",

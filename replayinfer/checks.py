@@ -45,7 +45,8 @@ def usable_device(device: torch.device | str) -> torch.device:
     except (AssertionError, RuntimeError, TypeError) as error:  # torch raises any of them
         reason = str(error).splitlines()[0]
         raise UnsupportedError(
-            f"device: got {device!r}; allowed a device that this torch can use; torch says: {reason}"
+            f"device: got {device!r}; allowed a device that this torch can use; torch says: "
+            f"{reason}"
         ) from None
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 __all__ = [
     "CapacityError",
+    "CheckError",
     "InputError",
+    "NonFiniteStateError",
     "PlanError",
     "ReplayError",
     "StaleHandleError",
@@ -52,3 +54,21 @@ class StaleHandleError(ReplayError, RuntimeError):
 
 class PlanError(ReplayError, RuntimeError):
     """plan, fold, run, commit and abort out of order, or a sequence that a plan holds."""
+
+
+class CheckError(ReplayError, AssertionError):
+    """``REPLAYINFER_CHECK=1`` found a fault of this library or of a kernel; please report it."""
+
+
+class NonFiniteStateError(ReplayError, ArithmeticError):
+    """``REPLAYINFER_CHECK=1`` found a state or output that is not finite.
+
+    Attributes
+    ----------
+    sequences : list of int
+        Their handles. Abort the step and free them; nobody else's state is affected.
+    """
+
+    def __init__(self, message: str, sequences: list[int]) -> None:
+        super().__init__(message)
+        self.sequences = sequences

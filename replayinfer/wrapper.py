@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from . import ops
+from . import debug, ops
 from .backends import Backend, select
+from .env import checks_enabled
 from .errors import PlanError
 from .metrics import StepCounters
 from .planner import HostPlanner, Plan, Policy
@@ -66,6 +67,7 @@ class ReplayDecodeWrapper:
         self.planner = HostPlanner(pool, policy=policy, buckets=buckets)
         self.counters = StepCounters()
         self._plan: Plan | None = None
+        self._checks = checks_enabled()
 
     def plan(
         self,
@@ -92,11 +94,17 @@ class ReplayDecodeWrapper:
             force_fold=force_fold,
             parents=parents,
         )
+        if self._checks:
+            debug.check_plan(self.pool, self._plan)
         return self._plan
 
     def fold(self) -> None:
         """Fold the sequences that the plan selected; once a step, before the first `run`."""
-        ops.fold(self.planner, self._current("fold"), backend=self.backend)
+        plan = self._current("fold")
+        ops.fold(self.planner, plan, backend=self.backend)
+        if self._checks:
+            debug.check_guards(self.pool)
+            debug.check_finite_states(self.pool, plan)
 
     def conv(self, layer: int, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """The layer's convolution over the window; see `ops.conv_update`."""
@@ -111,6 +119,9 @@ class ReplayDecodeWrapper:
         plan = self._current("run")
         y = ops.readout(self.pool, plan, layer, out=out, backend=self.backend, **inputs)
         plan.layers_run.add(layer)
+        if self._checks:
+            debug.check_guards(self.pool)
+            debug.check_finite_outputs(plan, layer, y)
         return y
 
     def commit(

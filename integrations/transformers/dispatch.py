@@ -38,16 +38,25 @@ class StateHandle:
     def __repr__(self) -> str:
         return f"StateHandle(layer={self.layer})"
 
+    # A seam was missed if a handle is used as a tensor: torch asks for this one ...
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> torch.Tensor:
-        # torch calls this when a handle is used as a tensor, that is, when a seam was missed.
-        raise UnsupportedError(
-            f"state: got a replayed state in {getattr(func, '__name__', func)}; allowed only in the "
-            "functions that install() wraps; call install(model) again, and turn off hub kernels or "
-            "compilation of the mixer"
-        )
+        raise _missed_seam(getattr(func, "__name__", str(func)))
+
+    # ... and Python for this one.
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise _missed_seam(name)
+
+
+def _missed_seam(where: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"state: got a replayed state in {where}; allowed only in the functions that install() wraps; "
+        "make a new cache, and leave hub kernels and compilation of the mixer off"
+    )
 
 
 @dataclass(frozen=True)

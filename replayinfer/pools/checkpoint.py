@@ -6,6 +6,7 @@ import torch
 
 from ..formats import CheckpointFormat, join_planes, split_planes, to_storage
 from ..spec import LayerSpec
+from .guards import GuardedPages
 
 __all__ = ["CheckpointPool"]
 
@@ -38,15 +39,15 @@ class CheckpointPool:
         heads, dim, state = spec.state_shape
         self.low: torch.Tensor | None = None
         if fmt.rounded_readout:
-            self.storage = torch.zeros(
-                (layers, pages, heads, 2, dim, state), dtype=torch.int16, device=device
-            )
+            shape = (layers, pages, heads, 2, dim, state)
+            self.guarded = GuardedPages("checkpoint pages", shape, torch.int16, device)
+            self.storage = self.guarded.pages
             self.plane = self.storage[:, :, :, 0].view(torch.bfloat16)
             self.low = self.storage[:, :, :, 1]
         else:
-            self.storage = torch.zeros(
-                (layers, pages, heads, dim, state), dtype=fmt.plane_dtype, device=device
-            )
+            shape = (layers, pages, heads, dim, state)
+            self.guarded = GuardedPages("checkpoint pages", shape, fmt.plane_dtype, device)
+            self.storage = self.guarded.pages
             self.plane = self.storage
 
     @property

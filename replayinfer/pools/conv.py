@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..spec import LayerSpec
+from .guards import GuardedPages
 
 __all__ = ["ConvPool"]
 
@@ -29,11 +30,11 @@ class ConvPool:
     ) -> None:
         self.taps = max(spec.conv_width - 1, 0)  # rows before a token that its output needs
         self.ring = ring
-        self.rows = torch.zeros(
-            (layers, slots, ring, spec.conv_channels if spec.conv_width else 0),
-            dtype=dtype,
-            device=device,
+        channels = spec.conv_channels if spec.conv_width else 0
+        self.guarded = GuardedPages(
+            "convolution rings", (layers, slots, ring, channels), dtype, device
         )
+        self.rows = self.guarded.pages
 
     @property
     def nbytes(self) -> int:

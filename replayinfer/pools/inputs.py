@@ -6,6 +6,7 @@ import torch
 
 from ..formats import CheckpointFormat
 from ..spec import LayerSpec
+from .guards import GuardedPages
 
 __all__ = ["InputPool"]
 
@@ -28,9 +29,15 @@ class InputPool:
         device: torch.device,
     ) -> None:
         self.page_rows = page_rows
-        self.fields: dict[str, torch.Tensor] = {
-            f.name: torch.zeros((layers, pages, page_rows, *f.shape), dtype=f.dtype, device=device)
+        self.guarded = [
+            GuardedPages(
+                f"input pages ({f.name})", (layers, pages, page_rows, *f.shape), f.dtype, device
+            )
             for f in spec.row_fields(dtype, fmt)
+        ]
+        names = [f.name for f in spec.row_fields(dtype, fmt)]
+        self.fields: dict[str, torch.Tensor] = {
+            name: guarded.pages for name, guarded in zip(names, self.guarded, strict=True)
         }
 
     @property

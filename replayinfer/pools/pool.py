@@ -17,6 +17,7 @@ from .capacity import CapacityReport, fit_sequences, report
 from .checkpoint import CheckpointPool
 from .conv import ConvPool
 from .cursors import MAX_SLOTS, Cursors, SequenceId
+from .guards import GuardedPages
 from .inputs import InputPool
 from .pages import PageAllocator
 from .seeding import check_seed
@@ -369,6 +370,10 @@ class StatePool:
         """Device bytes that the pool's tensors hold; equals ``capacity_report().total_bytes``."""
         parts = (self.checkpoints.nbytes, self.inputs.nbytes, self.conv.nbytes)
         return sum(parts) + sum(w.nbytes for w in self.weights.values())
+
+    def guarded(self) -> list[GuardedPages]:
+        """Every allocation of pages, with its guards where ``REPLAYINFER_CHECK`` is on."""
+        return [self.checkpoints.guarded, *self.inputs.guarded, self.conv.guarded]
 
     # Inside -----------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 LOGITS_ATOL = 2e-4  # two float32 programs; logits have a standard deviation of 2
@@ -22,6 +24,12 @@ def generate(model, prompts, tokens=20, **options):
 
 
 def own_tokens(model, prompt, tokens=20):
+    """Greedy tokens of one prompt by the model's own cache."""
+    return list(_own_tokens(model, tuple(prompt), tokens))
+
+
+@functools.cache
+def _own_tokens(model, prompt, tokens):
     return generate(model, [prompt], tokens).sequences[0, len(prompt) :].tolist()
 
 

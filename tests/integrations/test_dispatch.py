@@ -61,7 +61,7 @@ def test_making_a_cache_installs(binding):
 def test_a_state_that_reaches_the_peers_function_says_so(binding, prompts):
     cache = ReplayCache.from_model(binding.model)
     uninstall(binding.family, binding.module)
-    with pytest.raises(UnsupportedError, match=r"state: got a replayed state .* install"):
+    with pytest.raises(UnsupportedError, match="state: got a replayed state in "):
         generate(binding.model, prompts[:1], tokens=2, past_key_values=cache)
 
 

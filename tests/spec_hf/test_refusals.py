@@ -90,11 +90,11 @@ WRONG = [
     ),
     (
         config("kimi_linear", num_hidden_layers=3, linear_attn_config={"kda_layers": [0, 1]}),
-        "linear_attn_config.kda_layers: got 2 layers beside 0 full_attn_layers; allowed each of 1..3",
+        "linear_attn_config.kda_layers: got 2 layers beside 0 full_attn_layers; allowed each",
     ),
     (
         config("kimi_linear", num_hidden_layers=4, linear_attn_config=KIMI_LISTS),
-        "linear_attn_config.kda_layers: got 2 layers beside 1 full_attn_layers; allowed each of 1..4",
+        "linear_attn_config.kda_layers: got 2 layers beside 1 full_attn_layers; allowed each",
     ),
     (
         config(
