@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .metrics import StepCounters
     from .ops import materialize
     from .planner import HostPlanner, Plan
-    from .pools import CapacityReport, SequenceId, StatePool
+    from .pools import CapacityReport, SequenceId, SequenceSnapshot, StatePool
     from .spec import GDNSpec, KDASpec, LayerSpec, Mamba2Spec
     from .wrapper import ReplayDecodeWrapper
 
@@ -46,7 +46,7 @@ _MODULES = {
     "metrics": ("StepCounters",),
     "ops": ("materialize",),
     "planner": ("HostPlanner", "Plan"),
-    "pools": ("CapacityReport", "SequenceId", "StatePool"),
+    "pools": ("CapacityReport", "SequenceId", "SequenceSnapshot", "StatePool"),
     "spec": ("GDNSpec", "KDASpec", "LayerSpec", "Mamba2Spec"),
     "wrapper": ("ReplayDecodeWrapper",),
 }
@@ -71,6 +71,7 @@ __all__ = [
     "ReplayDecodeWrapper",
     "ReplayError",
     "SequenceId",
+    "SequenceSnapshot",
     "StaleHandleError",
     "StatePool",
     "StepCounters",

@@ -72,7 +72,7 @@ _LAYOUT: tuple[tuple[str, bool, int], ...] = (
     ("table", True, -1),
     ("fold_table", True, -1),
 )
-_HEADER = 4  # ints before the first array; keeps arrays 16-byte aligned
+_ALIGN = 4  # ints; every array starts on 16 bytes, so kernels see one alignment in any bucket
 
 
 class PlanBuffer:
@@ -86,8 +86,7 @@ class PlanBuffer:
     def __init__(self, bucket: int, pages: int, device: torch.device) -> None:
         self.bucket = bucket
         self.pages = pages
-        columns = sum(pages if paged else 1 for _, paged, _ in _LAYOUT)
-        size = _HEADER + bucket * columns
+        size = self._spans()[-1][2]
         self._device = torch.full((size,), -1, dtype=torch.int32, device=device)
         self._events: list[torch.cuda.Event | None] = []
         if device.type == "cpu":
@@ -127,12 +126,12 @@ class PlanBuffer:
 
     def _spans(self) -> list[tuple[str, int, int, tuple[int, ...]]]:
         spans: list[tuple[str, int, int, tuple[int, ...]]] = [("fold_count", 0, 1, (1,))]
-        start = _HEADER
+        stop = 1
         for name, paged, _ in _LAYOUT:
             shape = (self.bucket, self.pages) if paged else (self.bucket,)
+            start = -(-stop // _ALIGN) * _ALIGN
             stop = start + self.bucket * (self.pages if paged else 1)
             spans.append((name, start, stop, shape))
-            start = stop
         return spans
 
     def _views(self, flat: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:

@@ -60,6 +60,7 @@ class Cursors:
         self.table = np.full((slots, pages_per_sequence), -1, dtype=np.int32)
         self.generation = np.zeros(slots, dtype=np.int64)
         self.busy = np.zeros(slots, dtype=bool)
+        self.asleep = False
         self._tag = next(_tag_counter) % _TAGS
         self._live_prefix = np.full(slots, _FREE, dtype=np.int64)  # handle >> slot bits
         self._stamp = np.zeros(slots, dtype=np.int64)
@@ -100,6 +101,7 @@ class Cursors:
         PlanError
             A sequence that a plan holds.
         """
+        self.require_awake()
         try:
             handles = np.asarray(sequences)
         except ValueError:  # lists of several lengths
@@ -139,11 +141,39 @@ class Cursors:
 
     def peek(self, sequence: int) -> int:
         """As `one`, but a plan may hold the sequence: for reading only."""
+        self.require_awake()
         handle = _as_int(sequence)
         slot = handle & _SLOT_MASK
         if slot >= self.slots or self._live_prefix[slot] != handle >> _SLOT_BITS:
             self._refuse_handle([handle])
         return slot
+
+    def handles(self, slots: SlotArray) -> list[SequenceId]:
+        """The handles of live slots."""
+        values: list[SequenceId] = ((self._live_prefix[slots] << _SLOT_BITS) | slots).tolist()
+        return values
+
+    def resize(self, slots: int) -> None:
+        """Change the number of slots; those cut off must be free."""
+        keep = min(slots, self.slots)
+        for name in ("base", "history", "undo", "checkpoint", "table", "generation", "busy"):
+            old = getattr(self, name)
+            fill = -1 if name in ("checkpoint", "table") else 0
+            new = np.full((slots, *old.shape[1:]), fill, dtype=old.dtype)
+            new[:keep] = old[:keep]
+            setattr(self, name, new)
+        prefix = np.full(slots, _FREE, dtype=np.int64)
+        prefix[:keep] = self._live_prefix[:keep]
+        self._live_prefix = prefix
+        self._stamp = np.zeros(slots, dtype=np.int64)
+        self.slots = slots
+
+    def require_awake(self) -> None:
+        """Raise where the pool has given its memory back."""
+        if self.asleep:
+            raise PlanError(
+                "pool: got a call while it sleeps; allowed awake; call pool.wake() first"
+            )
 
     def describe(self, handle: int) -> str:
         generation = (handle >> _SLOT_BITS) & _GENERATION_MASK

@@ -20,6 +20,8 @@ class GuardedPages:
 
     Attributes
     ----------
+    whole : Tensor
+        The allocation.
     pages : Tensor
         The allocation without its guards. Not contiguous over layers where there are guards.
     """
@@ -30,13 +32,17 @@ class GuardedPages:
         self.name = name
         self._guards: list[torch.Tensor] = []
         if not checks_enabled():
-            self.pages = torch.zeros(shape, dtype=dtype, device=device)
+            self.whole = self.pages = torch.zeros(shape, dtype=dtype, device=device)
             return
         layers, count, *rest = shape
         whole = torch.zeros((layers, count + 2, *rest), dtype=dtype, device=device)
-        self.pages = whole[:, 1:-1]
+        self.whole, self.pages = whole, whole[:, 1:-1]
         if whole[:, 0].numel():
             self._guards = [whole[:, place].view(torch.uint8) for place in (0, -1)]
+        self.refill()
+
+    def refill(self) -> None:
+        """Write the pattern into the guards."""
         for guard in self._guards:
             guard.fill_(_PATTERN)
 

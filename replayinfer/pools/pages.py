@@ -76,3 +76,32 @@ class PageAllocator:
             gone = np.unique(gone)  # one id may occur twice in `ids`
         self._stack[self._free : self._free + gone.size] = gone[::-1]
         self._free += int(gone.size)
+
+    def resize(self, count: int) -> IdArray:
+        """Change the number of ids; at most `count` may be held.
+
+        Held ids beyond the new end move to free ones below it.
+
+        Returns
+        -------
+        int32 [old count]
+            The new id of every held one, -1 for the others.
+        """
+        assert self.used <= count, f"{self.name}: resized below what is held"
+        held = np.flatnonzero(self.refs)
+        moved = np.full(self.count, -1, dtype=np.int32)
+        stay = held[held < count]
+        moved[stay] = stay
+        go = held[held >= count]
+        room = np.ones(count, dtype=bool)
+        room[stay] = False
+        moved[go] = np.flatnonzero(room)[: go.size]
+
+        refs = np.zeros(count, dtype=np.int32)
+        refs[moved[held]] = self.refs[held]
+        self.count, self.refs = count, refs
+        free = np.flatnonzero(refs == 0)[::-1].astype(np.int32)
+        self._free = int(free.size)
+        self._stack = np.empty(count, dtype=np.int32)
+        self._stack[: free.size] = free
+        return moved

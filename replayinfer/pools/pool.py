@@ -20,8 +20,10 @@ from .cursors import MAX_SLOTS, Cursors, SequenceId
 from .guards import GuardedPages
 from .inputs import InputPool
 from .pages import PageAllocator
+from .residence import Residence
 from .seeding import check_seed
 from .sizes import layer_tuple, settle_sizes
+from .transfer import SequenceSnapshot, export_sequence, import_sequence
 from .weights import LayerWeights
 
 __all__ = ["StatePool"]
@@ -108,16 +110,12 @@ class StatePool:
         self.restore = restore
         self.device = usable_device(device)
 
-        n = len(self.layers)
-        self.checkpoints = CheckpointPool(spec, self.format, n, sizes.checkpoint_pages, self.device)
-        self.inputs = InputPool(
-            spec, self.format, dtype, n, sizes.input_pages, sizes.page_rows, self.device
-        )
-        self.conv = ConvPool(spec, dtype, n, max_sequences, sizes.ring, self.device)
+        self.make_tensors()
         self._weights = LayerWeights(spec, self.layers, self.device)
         self.weights = self._weights.tensors  # name -> float32 [layers, ...]
         self.cursors = Cursors(max_sequences, sizes.pages_per_sequence)
         advice = "free sequences, or make the pool with more {}"
+        self._residence = Residence(self)
         self.slot_ids = PageAllocator(
             "sequence slots", max_sequences, advice.format("max_sequences")
         )
@@ -197,11 +195,12 @@ class StatePool:
             Too few sequence slots or checkpoint pages; nothing is taken.
         """
         count = positive_int("count", count)
+        self.cursors.require_awake()
         self.slot_ids.require(count)
         pages = self.checkpoint_ids.take(count)
         slots = self.slot_ids.take(count)
-        self.checkpoints.zero(self._ids(pages))
-        self.conv.zero(self._ids(slots))
+        self.checkpoints.zero(self.device_ids(pages))
+        self.conv.zero(self.device_ids(slots))
         handles = self.cursors.open(slots)
         self.cursors.checkpoint[slots] = pages
         return handles
@@ -243,16 +242,22 @@ class StatePool:
         cur.base[slot] = tokens
         cur.history[slot] = 0
         cur.undo[slot] = 0
-        target = self._ids(cur.checkpoint[slot : slot + 1])
+        target = self.device_ids(cur.checkpoint[slot : slot + 1])
         for index, (state, rows) in enumerate(zip(state_rows, conv_rows, strict=True)):
             self.checkpoints.store(index, target, state[None])
             if rows is not None:
                 self.conv.write_before(index, slot, tokens, rows)
 
-    def fork(self, sequence: int, count: int = 1) -> list[SequenceId]:
+    def fork(self, sequence: int, count: int = 1, *, rows: int | None = None) -> list[SequenceId]:
         """Start `count` copies of a sequence that share its checkpoint and its full pages.
 
         Only the one page that is partly filled is copied, to each child; the parent keeps its own.
+
+        Parameters
+        ----------
+        rows : int, optional
+            Start the copies after this many of the rows after the checkpoint, as if the later ones
+            had been rolled back; the limits are those of `rollback`.
 
         Raises
         ------
@@ -261,16 +266,19 @@ class StatePool:
         """
         slot = self.cursors.one(sequence)
         count = positive_int("count", count)
-        cur, rows = self.cursors, self.sizes.page_rows
-        full, partial = divmod(int(cur.history[slot]), rows)
+        cur = self.cursors
+        history = int(cur.history[slot])
+        kept = history if rows is None else positive_int("rows", rows, minimum=0)
+        self._check_rollback(slot, history - kept)
+        full, partial = divmod(kept, self.sizes.page_rows)
         self.slot_ids.require(count)
         copies = self.input_ids.take(count if partial else 0)
         slots = self.slot_ids.take(count)
         handles = cur.open(slots)
 
         cur.base[slots] = cur.base[slot]
-        cur.history[slots] = cur.history[slot]
-        cur.undo[slots] = cur.undo[slot]
+        cur.history[slots] = kept
+        cur.undo[slots] = max(int(cur.undo[slot]) - (history - kept), 0)
         cur.checkpoint[slots] = cur.checkpoint[slot]
         self.checkpoint_ids.share(np.full(count, cur.checkpoint[slot], dtype=np.int32))
         shared = cur.table[slot, :full]
@@ -279,8 +287,8 @@ class StatePool:
         if partial:
             cur.table[slots, full] = copies
             source = np.full(count, cur.table[slot, full], dtype=np.int32)
-            self.inputs.copy_rows(self._ids(source), self._ids(copies), partial)
-        self.conv.copy(self._ids(np.full(count, slot)), self._ids(slots))
+            self.inputs.copy_rows(self.device_ids(source), self.device_ids(copies), partial)
+        self.conv.copy(self.device_ids(np.full(count, slot)), self.device_ids(slots))
         return handles
 
     def free(self, sequences: int | Sequence[int] | NDArray[np.int64]) -> None:
@@ -316,13 +324,7 @@ class StatePool:
         rows = positive_int("rows", rows, minimum=0)
         cur = self.cursors
         history = int(cur.history[slot])
-        limit = history if self.restore == "any" else min(int(cur.undo[slot]), history)
-        if rows > limit:
-            why = "rows after the checkpoint" if limit == history else "rows of the last commit"
-            raise InputError(
-                f"rows: got {rows}; allowed 0..{limit} ({why}); "
-                'a pool made with restore="any" reaches back to the checkpoint'
-            )
+        self._check_rollback(slot, rows)
         left = history - rows
         page, offset = divmod(left, self.sizes.page_rows)
         table = cur.table[slot]
@@ -332,7 +334,9 @@ class StatePool:
         dropped = table[shared]
         if offset and shared[page]:
             fresh = self.input_ids.take(1)
-            self.inputs.copy_rows(self._ids(table[page : page + 1]), self._ids(fresh), offset)
+            self.inputs.copy_rows(
+                self.device_ids(table[page : page + 1]), self.device_ids(fresh), offset
+            )
             table[shared] = -1
             table[page] = fresh[0]
         else:
@@ -375,9 +379,80 @@ class StatePool:
         """Every allocation of pages, with its guards where ``REPLAYINFER_CHECK`` is on."""
         return [self.checkpoints.guarded, *self.inputs.guarded, self.conv.guarded]
 
+    # Elsewhere --------------------------------------------------------------------------------
+
+    def export(self, sequence: int) -> SequenceSnapshot:
+        """Copy everything that continues a sequence to the host; see `SequenceSnapshot`."""
+        return export_sequence(self, sequence)
+
+    def import_(self, snapshot: SequenceSnapshot) -> SequenceId:
+        """Start a sequence from a snapshot of a pool with the same description.
+
+        Raises
+        ------
+        InputError
+            Any difference in family, spec, layers, format, dtype, capacity or layout; all are
+            named.
+        CapacityError
+            No slot or pages for it.
+        """
+        return import_sequence(self, snapshot)
+
+    def sleep(self, *, keep: bool = True) -> None:
+        """Free the device memory of pages and rings until `wake`; bound weights stay.
+
+        `keep` copies the states to the host; without it every sequence is freed. Any other call is
+        refused meanwhile.
+        """
+        self._residence.sleep(keep=keep)
+
+    def wake(self) -> None:
+        """Take the device memory again. Addresses change: capture CUDA graphs anew."""
+        self._residence.wake()
+
+    def resize(
+        self,
+        *,
+        max_sequences: int | None = None,
+        checkpoint_pages: int | None = None,
+        input_pages: int | None = None,
+    ) -> None:
+        """Grow or shrink between steps; sequences keep their handles. Addresses change.
+
+        Raises
+        ------
+        CapacityError
+            More is held than would remain, or a live handle names a slot beyond the new end.
+        PlanError
+            A plan is in progress, or the pool sleeps.
+        """
+        self._residence.resize(max_sequences, checkpoint_pages, input_pages)
+
     # Inside -----------------------------------------------------------------------------------
 
-    def _ids(self, ids: NDArray[Any]) -> torch.Tensor:
+    def make_tensors(self) -> None:
+        """Allocate pages and rings for `sizes`, all zero."""
+        s, n = self.sizes, len(self.layers)
+        self.checkpoints = CheckpointPool(
+            self.spec, self.format, n, s.checkpoint_pages, self.device
+        )
+        self.inputs = InputPool(
+            self.spec, self.format, self.dtype, n, s.input_pages, s.page_rows, self.device
+        )
+        self.conv = ConvPool(self.spec, self.dtype, n, s.max_sequences, s.ring, self.device)
+
+    def _check_rollback(self, slot: int, rows: int) -> None:
+        history = int(self.cursors.history[slot])
+        limit = history if self.restore == "any" else min(int(self.cursors.undo[slot]), history)
+        if not 0 <= rows <= limit:
+            why = "rows after the checkpoint" if limit == history else "rows of the last commit"
+            raise InputError(
+                f"rows: got {rows} to drop; allowed 0..{limit} of {history} ({why}); "
+                'a pool made with restore="any" reaches back to the checkpoint'
+            )
+
+    def device_ids(self, ids: NDArray[Any]) -> torch.Tensor:
+        """Host ids as an int64 index tensor on the pool's device."""
         return torch.from_numpy(ids.astype(np.int64)).to(self.device)
 
     def _drop_pages(self, slot: int, *, keep_private: bool) -> None:

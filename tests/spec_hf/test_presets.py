@@ -8,7 +8,7 @@ import torch
 from replayinfer.spec.hf import LatentAttentionSpec, read_config
 from replayinfer.spec.presets import PRESETS, find_preset
 
-# heads, dim, state, shared heads; recurrent, attention and all layers; KV bytes a token in bfloat16.
+# heads, dim, state, shared heads; recurrent, attention and all layers; KV bytes a token, bfloat16
 KNOWN = {
     "nemotron-3-nano-4b": ((96, 80, 128, 8), (21, 4, 42), 16 * 1024),
     "nemotron-3-nano-30b": ((64, 64, 128, 8), (23, 6, 52), 6 * 1024),
