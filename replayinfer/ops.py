@@ -31,11 +31,7 @@ def fold(planner: HostPlanner, plan: Plan, *, backend: str | Backend = "auto") -
     """
     pool = planner.pool
     pool.require_bound()
-    if plan.state != "planned":
-        raise PlanError(
-            f"fold: got a plan that is {plan.state}; allowed once per plan, right after it is "
-            "made; plan the next step"
-        )
+    planner.require(plan, "planned", "fold")
     select(backend, pool).fold(pool, plan)
     planner.folded(plan)
 

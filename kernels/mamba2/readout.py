@@ -33,8 +33,7 @@ def _readout_kernel(
     page_ptr, window_ptr,
     stride_y_b, stride_y_h, stride_plane_page, stride_plane_h,
     stride_c_b, stride_c_g, stride_z_b, stride_z_h,
-    num_groups,
-    HEADS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr,
+    GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     PAIRS: tl.constexpr, HAS_Z: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -42,8 +41,8 @@ def _readout_kernel(
     BLOCKS: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)  # all of the grid on axis 0
     block = pid % BLOCKS
-    group = pid // BLOCKS % num_groups
-    b = (pid // BLOCKS // num_groups).to(tl.int64)
+    group = pid // BLOCKS % GROUPS
+    b = (pid // BLOCKS // GROUPS).to(tl.int64)
     page = tl.load(page_ptr + b).to(tl.int64)
     tokens = tl.load(window_ptr + b)
 
@@ -102,10 +101,46 @@ def _readout_kernel(
     if PDL:
         launch_dependents()
         wait_for_previous()  # the prepass; checkpoints and C are older than it
-    num_heads = num_groups * HEADS
+    num_heads = GROUPS * HEADS
     y *= tl.load(decay_ptr + b * num_heads + h)
     y += tl.load(replay_ptr + (b * num_heads + h) * DIM + d, mask=in_r, other=0.0)
     if HAS_Z:
         z = tl.load(z_ptr + b * stride_z_b + h * stride_z_h + d, mask=in_r, other=0.0)
         y *= silu(z.to(tl.float32))
     tl.store(y_ptr + at_y, round_to(y, y_ptr.dtype.element_ty), mask=in_r)
+
+
+def readout(
+    y: torch.Tensor,
+    plane: torch.Tensor,
+    replay: torch.Tensor,
+    decay: torch.Tensor,
+    c: torch.Tensor,
+    z: torch.Tensor | None,
+    page: torch.Tensor,
+    window: torch.Tensor,
+    *,
+    pdl: bool,
+    config: LaunchConfig,
+) -> None:
+    """Launch over ``[batch, heads, dim]`` of one token and one layer; see the module.
+
+    A head's ``dim * state`` values are contiguous in `plane`.
+    """
+    batch, heads, dim = y.shape
+    groups, state = c.shape[1], c.shape[2]
+    rows = heads // groups * dim
+    block_r = min(config.rows or 32, triton.next_power_of_2(rows))
+    gate = y if z is None else z
+    pairs = plane.dtype == torch.bfloat16 and state % 2 == 0
+    words = 32 // plane.element_size() // (2 if pairs else 1) * 2  # of 64 bytes
+    _readout_kernel[(batch * groups * triton.cdiv(rows, block_r),)](
+        y, plane, replay, decay, c, gate,
+        page, window,
+        y.stride(0), y.stride(1), plane.stride(0), plane.stride(1),
+        c.stride(0), c.stride(1), gate.stride(0), gate.stride(1),
+        GROUPS=groups, HEADS=heads // groups, DIM=dim, STATE=state,
+        BLOCK_R=block_r, BLOCK_N=min(words, triton.next_power_of_2(state)),
+        PAIRS=pairs, HAS_Z=z is not None, PDL=pdl,
+        num_warps=config.num_warps, launch_pdl=pdl,
+    )  # fmt: skip

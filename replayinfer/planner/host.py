@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -40,10 +40,11 @@ class HostPlanner:
     ) -> None:
         self.pool = pool
         self.policy = get_policy(policy)
-        sizes = sorted(set(buckets or ()))
+        given = () if buckets is None else buckets
+        sizes = list(given) if isinstance(given, Iterable) else [given]
         if any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in sizes):
             raise InputError(f"buckets: got {buckets!r}; allowed integers >= 1; list batch sizes")
-        self.buckets = tuple(sizes)
+        self.buckets = tuple(sorted(set(sizes)))
         self._buffers: dict[int, PlanBuffer] = {}
         self._in_use: dict[int, Plan] = {}
 
@@ -106,7 +107,7 @@ class HostPlanner:
 
         history = cur.history[slots]
         must = must_fold(history, wins, pool.capacity)
-        chosen = self.policy(history, wins, must, pool.capacity)
+        chosen = must | self.policy(history, wins, must, pool.capacity)  # a policy only adds
         fold = (chosen | forced) & (history > 0)
 
         pages = cur.checkpoint[slots]
@@ -174,7 +175,7 @@ class HostPlanner:
 
     def folded(self, plan: Plan) -> None:
         """Record that the fold launch of `plan` is enqueued: cursors of its sequences move."""
-        self._require(plan, "planned", "fold")
+        self.require(plan, "planned", "fold")
         pool, cur = self.pool, self.pool.cursors
         slots = plan.slots
         cur.table[slots] = plan.table
@@ -198,7 +199,7 @@ class HostPlanner:
         PlanError
             The plan has not folded yet, or is finished.
         """
-        self._require(plan, "folded", "commit")
+        self.require(plan, "folded", "commit")
         counts = plan.windows if accepted is None else self._accepted(plan, accepted)
         cur = self.pool.cursors
         cur.history[plan.slots] += counts
@@ -209,11 +210,12 @@ class HostPlanner:
     def abort(self, plan: Plan) -> None:
         """Drop the window of `plan`. A fold that ran stands; before it, taken pages go back."""
         pool, cur = self.pool, self.pool.cursors
-        if plan.state == "planned":
+        planned = plan.state == "planned"
+        self.require(plan, "planned" if planned else "folded", "abort")
+        if planned:
             pool.input_ids.release(plan.taken_inputs)
             pool.checkpoint_ids.release(plan.taken_checkpoints)
         else:
-            self._require(plan, "folded", "abort")
             # The window may have been written into the ring over the oldest rows a rollback needs.
             room = (pool.max_window - plan.windows).astype(np.int32)
             cur.undo[plan.slots] = np.minimum(cur.undo[plan.slots], room)
@@ -251,7 +253,7 @@ class HostPlanner:
     def _windows(self, windows: ArrayLike | None, n: int) -> NDArray[np.int32]:
         if windows is None:
             return np.ones(n, dtype=np.int32)
-        given = np.asarray(windows)
+        given = _array(windows, np.int32)
         if given.dtype.kind not in "iu" or given.ndim > 1 or (given.ndim and given.size != n):
             raise InputError(
                 f"windows: got {given.dtype} {list(given.shape)}; allowed an integer or an integer "
@@ -269,7 +271,7 @@ class HostPlanner:
     def _mask(self, mask: ArrayLike | None, n: int) -> NDArray[np.bool_]:
         if mask is None:
             return np.zeros(n, dtype=bool)
-        given = np.asarray(mask)
+        given = _array(mask, np.bool_)
         if given.dtype != np.bool_ or given.ndim > 1 or (given.ndim and given.size != n):
             raise InputError(
                 f"force_fold: got {given.dtype} {list(given.shape)}; allowed a bool or a bool "
@@ -312,7 +314,7 @@ class HostPlanner:
         return window
 
     def _accepted(self, plan: Plan, accepted: ArrayLike) -> NDArray[np.int32]:
-        counts = np.asarray(accepted)
+        counts = _array(accepted, np.int32)
         if counts.dtype.kind not in "iu" or counts.shape != (plan.batch,):
             raise InputError(
                 f"accepted: got {counts.dtype} {list(counts.shape)}; allowed integers "
@@ -329,7 +331,8 @@ class HostPlanner:
 
     # Order ------------------------------------------------------------------------------------
 
-    def _require(self, plan: Plan, state: str, action: str) -> None:
+    def require(self, plan: Plan, state: str, action: str) -> None:
+        """Raise `PlanError` unless `plan` is this planner's and in that state."""
         if plan.state != state:
             order = "plan, fold, run, commit"
             raise PlanError(
@@ -337,10 +340,25 @@ class HostPlanner:
                 f"order of a step is {order}"
             )
 
+        if self._in_use.get(plan.bucket) is not plan:
+            raise PlanError(
+                f"{action}: got a plan of another planner; allowed those of this one; use the "
+                "planner that made it"
+            )
+
     def _finish(self, plan: Plan, state: str) -> None:
         self.pool.cursors.busy[plan.slots] = False
         plan.state = state  # type: ignore[assignment]
         del self._in_use[plan.bucket]
+
+
+def _array(values: ArrayLike, dtype: type[np.generic]) -> NDArray[np.generic]:
+    """As numpy reads it; an empty list, which it takes for floats, becomes `dtype`."""
+    try:
+        array = np.asarray(values)
+    except ValueError:  # lists of several lengths
+        array = np.asarray(values, dtype=object)
+    return array if array.size else array.astype(dtype)
 
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
