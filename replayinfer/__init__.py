@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .ops import materialize
     from .planner import HostPlanner, Plan
     from .pools import CapacityReport, SequenceId, SequenceSnapshot, StatePool
+    from .prefill import ReplayPrefillWrapper
     from .spec import GDNSpec, KDASpec, LayerSpec, Mamba2Spec
     from .wrapper import ReplayDecodeWrapper
 
@@ -45,6 +46,7 @@ _MODULES = {
     "formats": ("FORMATS", "CheckpointFormat"),
     "metrics": ("StepCounters",),
     "ops": ("materialize",),
+    "prefill": ("ReplayPrefillWrapper",),
     "planner": ("HostPlanner", "Plan"),
     "pools": ("CapacityReport", "SequenceId", "SequenceSnapshot", "StatePool"),
     "spec": ("GDNSpec", "KDASpec", "LayerSpec", "Mamba2Spec"),
@@ -70,6 +72,7 @@ __all__ = [
     "PlanError",
     "ReplayDecodeWrapper",
     "ReplayError",
+    "ReplayPrefillWrapper",
     "SequenceId",
     "SequenceSnapshot",
     "StaleHandleError",

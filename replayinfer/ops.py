@@ -64,7 +64,7 @@ def conv_update(
     Writes the window's rows into the convolution rings of its sequences. Running it twice for one
     layer and plan writes the same again.
     """
-    _require_folded(plan, "conv_update")
+    _require_folded(pool, plan, "conv_update")
     index = pool.index(layer)
     spec = pool.spec
     if not spec.conv_width:
@@ -107,7 +107,7 @@ def readout(
     Tensor
         ``[bucket, window, heads, dim]``; zeros in pad rows and dead tokens.
     """
-    _require_folded(plan, "readout")
+    _require_folded(pool, plan, "readout")
     index = pool.index(layer)
     ready = check_inputs(pool, plan, inputs)
     sizes = tuple(getattr(pool.spec, name) for name in pool.spec.output_dims)
@@ -153,7 +153,7 @@ def commit(
             "accepted: got a count for a plan of trees; allowed paths, since a count does not say "
             "which nodes; pass paths=[[node, …], …]"
         )
-    _require_folded(plan, "commit")
+    planner.require(plan, "folded", "commit")
     counts, nodes = check_paths(paths, plan.parents, plan.windows)
     select(backend, planner.pool).compact(planner.pool, plan, nodes)
     return planner.commit(plan, counts)
@@ -234,7 +234,12 @@ def _output(
     )  # fmt: skip
 
 
-def _require_folded(plan: Plan, action: str) -> None:
+def _require_folded(pool: StatePool, plan: Plan, action: str) -> None:
+    if plan.pool is not pool:
+        raise PlanError(
+            f"{action}: got a plan of another pool; allowed those of this one; pass the pool that "
+            "it was planned for"
+        )
     if plan.state != "folded":
         raise PlanError(
             f"{action}: got a plan that is {plan.state}; allowed between fold and commit; the "

@@ -14,23 +14,19 @@ class LaunchConfig:
 
     Attributes
     ----------
-    num_warps, num_stages : int
-    block_d : int
-        Rows of a state tile; 0 means the whole head.
-    heads_per_program : int
-        Heads that one program walks through.
+    num_warps : int
+    rows : int
+        Rows of a tile: of the state, or of the history in the prepass. 0 leaves it to the launcher.
+    heads : int
+        Heads of a program; 0 means all that share a group.
     programs_per_sm : int
         Resident programs of a persistent grid.
-    dot : bool
-        Use matrix units where the types allow it.
     """
 
     num_warps: int = 4
-    num_stages: int = 1
-    block_d: int = 0
-    heads_per_program: int = 1
+    rows: int = 0
+    heads: int = 0
     programs_per_sm: int = 4
-    dot: bool = True
 
 
 def interpreting() -> bool:

@@ -84,8 +84,8 @@ def _prepass_kernel(
         live, more = row < history, row + 1 < history
         at = row_offset(table_ptr, row, live, stride_row_x_page, stride_row_x_row, PAGE_ROWS)
         x = tl.load(
-            row_x_ptr + at[:, None, None] + at_x[None, :, :],
-            mask=live[:, None, None] & in_hd[None, :, :], other=0.0,
+            row_x_ptr + at[None, :, None] + at_x[:, None, :],
+            mask=live[None, :, None] & in_hd[:, None, :], other=0.0,
         )  # fmt: skip
         at = row_offset(table_ptr, row, live, stride_row_b_page, stride_row_b_row, PAGE_ROWS)
         rows_b = tl.load(
@@ -103,7 +103,8 @@ def _prepass_kernel(
         reach = after[None, :] + tl.cumsum(following, axis=0, reverse=True)
         seen = tl.sum(rows_b.to(tl.float32) * c[None, :], axis=1)
         weight = own * tl.exp(rate[None, :] * reach) * seen[:, None]
-        replay += tl.sum(weight[:, :, None] * x.to(tl.float32), axis=0)
+        # Rows on the middle axis stay within a thread, so that their sum is a chain of FMAs.
+        replay += tl.sum(tl.trans(weight)[:, :, None] * x.to(tl.float32), axis=1)
         after += tl.sum(following, axis=0)
         total += tl.sum(own, axis=0)
 

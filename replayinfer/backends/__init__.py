@@ -1,6 +1,13 @@
 """Backends: who executes a plan."""
 
-from .base import Backend
-from .registry import available, register, select
+from .base import Backend, PrefillBackend
+from .registry import available, register, select, select_prefill
 
-__all__ = ["Backend", "available", "register", "select"]
+__all__ = [
+    "Backend",
+    "PrefillBackend",
+    "available",
+    "register",
+    "select",
+    "select_prefill",
+]

@@ -10,9 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from ..planner import Plan
+from ..planner.prefill import PrefillPlan
 from ..pools import StatePool
 
-__all__ = ["Backend"]
+__all__ = ["Backend", "PrefillBackend"]
 
 
 class Backend(Protocol):
@@ -51,3 +52,27 @@ class Backend(Protocol):
         self, pool: StatePool, layer: int, page: int, table: list[int], rows: int
     ) -> torch.Tensor:
         """The state after `rows` rows, float32 ``[heads, dim, state]``; nothing is written."""
+
+
+class PrefillBackend(Protocol):
+    """Executes prefill plans. Arguments are checked before they arrive."""
+
+    name: str
+
+    def supports(self, pool: StatePool) -> str | None:
+        """None if it can prefill `pool`, else the reason why not."""
+
+    def prefill_conv(
+        self, pool: StatePool, plan: PrefillPlan, layer: int, x: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Convolve packed rows ``[tokens, channels]``; keep each sequence's last in the plan."""
+
+    def prefill(
+        self,
+        pool: StatePool,
+        plan: PrefillPlan,
+        layer: int,
+        inputs: Mapping[str, torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """Write outputs ``[tokens, heads, dim]``, and final states into the plan's target pages."""

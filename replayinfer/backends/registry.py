@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from ..errors import InputError, UnsupportedError
 from ..pools import StatePool
-from .base import Backend
+from .base import Backend, PrefillBackend
 
-__all__ = ["available", "register", "select"]
+__all__ = ["available", "register", "select", "select_prefill"]
 
 
 def _torch() -> Backend:
@@ -79,6 +79,28 @@ def select(name: str | Backend, pool: StatePool) -> Backend:
     raise UnsupportedError(
         f"backend: got {name!r}; allowed one that supports this pool; refused: {'; '.join(reasons)}"
     )
+
+
+def select_prefill(name: str | PrefillBackend, pool: StatePool) -> PrefillBackend:
+    """The backend that prefills `pool`; ``"auto"`` and ``"torch"`` are the reference.
+
+    Raises
+    ------
+    UnsupportedError
+        An unknown name, or a backend that does not support the pool, with its reason.
+    """
+    if isinstance(name, str) and name not in ("auto", "torch"):
+        raise UnsupportedError(
+            f"backend: got {name!r}; allowed auto, torch for a prefill; pick one, or pass an object"
+        )
+    from .torch import TorchBackend
+
+    backend = TorchBackend() if isinstance(name, str) else name
+    if reason := backend.supports(pool):
+        raise UnsupportedError(
+            f"backend: got {backend.name!r}; allowed one that supports this pool; refused: {reason}"
+        )
+    return backend
 
 
 def _make(name: str) -> Backend:

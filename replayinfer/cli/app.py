@@ -17,6 +17,7 @@ COMMANDS: dict[str, str] = {
 }
 """Names of commands and their one-line help; command ``x`` is the function ``x`` of module ``x``."""
 
+_OF_THE_EXTRA = ("typer", "rich")
 _BAD_INPUT = 2
 _INTERRUPTED = 130
 
@@ -48,11 +49,12 @@ def run(arguments: Sequence[str]) -> int:
         import typer
 
         module = importlib.import_module(f".{name}", __package__)
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] == "replayinfer":
+        return _call(typer, module, name, rest)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in _OF_THE_EXTRA:
             raise
-        return _fail(f"{error.name}: got no installation; allowed any; pip install 'replayinfer[cli]'")
-    return _call(typer, module, name, rest)
+        return _fail(f"{missing}: got no installation; pip install 'replayinfer[cli]'")
 
 
 def _call(typer: ModuleType, module: ModuleType, name: str, arguments: list[str]) -> int:

@@ -10,8 +10,13 @@ import torch
 
 __all__ = ["LOGIT_BOUNDS", "Comparison", "Reference", "compare", "generate"]
 
-LOGIT_BOUNDS: dict[str, float] = {"fp32": 5e-4, "fp32_split": 0.25, "bf16": 0.5, "fp16": 0.06}
-"""Largest allowed difference of a logit, by checkpoint format."""
+LOGIT_BOUNDS: dict[str, float] = {"fp32": 2e-4, "fp32_split": 0.15, "bf16": 0.2, "fp16": 0.03}
+"""Largest allowed difference of a logit, by checkpoint format.
+
+Measured over both models, three seeds and 1,120 tokens each: 1.8e-5, 0.064, 0.078 and 0.0095, where the
+logits have a standard deviation of 2. Rounded formats get two to three times that, and float32 ten,
+for texts, seeds and machines that were not among them.
+"""
 
 
 @dataclass(frozen=True)

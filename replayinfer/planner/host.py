@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -41,7 +42,7 @@ class HostPlanner:
         self.pool = pool
         self.policy = get_policy(policy)
         given = () if buckets is None else buckets
-        sizes = list(given) if isinstance(given, Iterable) else [given]
+        sizes = list(given) if isinstance(given, Iterable) else [None]
         if any(isinstance(b, bool) or not isinstance(b, int) or b < 1 for b in sizes):
             raise InputError(f"buckets: got {buckets!r}; allowed integers >= 1; list batch sizes")
         self.buckets = tuple(sorted(set(sizes)))
@@ -162,7 +163,7 @@ class HostPlanner:
         cur.busy[slots] = True
         early = chosen & ~must & fold
         plan = Plan(
-            batch=n, bucket=size, window=width, arrays=buffer.arrays,
+            pool=pool, batch=n, bucket=size, window=width, arrays=buffer.arrays,
             handles=np.array(sequences, dtype=np.int64).reshape(-1), slots=slots,
             windows=wins, starts=starts, fold=fold, fold_rows=history,
             forced=int(np.count_nonzero(fold & ~chosen)), early=int(np.count_nonzero(early)),
@@ -339,7 +340,6 @@ class HostPlanner:
                 f"{action}: got a plan that is {plan.state}; allowed once it is {state}; the "
                 f"order of a step is {order}"
             )
-
         if self._in_use.get(plan.bucket) is not plan:
             raise PlanError(
                 f"{action}: got a plan of another planner; allowed those of this one; use the "
@@ -352,7 +352,7 @@ class HostPlanner:
         del self._in_use[plan.bucket]
 
 
-def _array(values: ArrayLike, dtype: type[np.generic]) -> NDArray[np.generic]:
+def _array(values: ArrayLike, dtype: type[np.generic]) -> NDArray[Any]:
     """As numpy reads it; an empty list, which it takes for floats, becomes `dtype`."""
     try:
         array = np.asarray(values)

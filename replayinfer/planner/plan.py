@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..pools import StatePool
 from ..pools.pages import IdArray
 
 __all__ = ["Plan", "PlanArrays", "PlanBuffer"]
@@ -144,6 +145,8 @@ class Plan:
 
     Attributes
     ----------
+    pool : StatePool
+        The pool whose sequences and pages it speaks of.
     batch, bucket, window : int
         Sequences, rows of the padded batch, and tokens per row of the step's tensors (T).
     arrays : PlanArrays
@@ -162,6 +165,7 @@ class Plan:
         Folds that the policy added.
     """
 
+    pool: StatePool = field(repr=False)
     batch: int
     bucket: int
     window: int

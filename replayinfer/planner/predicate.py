@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 __all__ = ["must_fold"]
 
-# int or an integer array: the rule is one expression for both.
-T = TypeVar("T")
 
-
-def must_fold(history: T, window: T, capacity: int) -> T:
+@overload
+def must_fold(history: int, window: int, capacity: int) -> bool: ...
+@overload
+def must_fold(
+    history: NDArray[np.integer[Any]], window: NDArray[np.integer[Any]], capacity: int
+) -> NDArray[np.bool_]: ...
+def must_fold(history: Any, window: Any, capacity: int) -> Any:
     """Whether the window of this step does not fit after the history: ``h + T > L``.
 
     Folds run before readouts, so only this step's window has to fit.
@@ -20,4 +26,4 @@ def must_fold(history: T, window: T, capacity: int) -> T:
     >>> must_fold(15, 1, 16), must_fold(16, 1, 16), must_fold(13, 4, 16)
     (False, True, True)
     """
-    return history + window > capacity  # type: ignore[operator, no-any-return]
+    return history + window > capacity

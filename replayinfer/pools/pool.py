@@ -238,7 +238,7 @@ class StatePool:
             fresh = self.checkpoint_ids.take(1)
             self.checkpoint_ids.release(page)
             cur.checkpoint[slot] = fresh[0]
-        self._drop_pages(slot, keep_private=True)
+        self.drop_shared_pages(slot)
         cur.base[slot] = tokens
         cur.history[slot] = 0
         cur.undo[slot] = 0
@@ -455,10 +455,9 @@ class StatePool:
         """Host ids as an int64 index tensor on the pool's device."""
         return torch.from_numpy(ids.astype(np.int64)).to(self.device)
 
-    def _drop_pages(self, slot: int, *, keep_private: bool) -> None:
+    def drop_shared_pages(self, slot: int) -> None:
+        """Let go of the input pages of a slot that others hold too; its own stay for later rows."""
         table = self.cursors.table[slot]
-        gone = table >= 0
-        if keep_private:
-            gone &= self.input_ids.refs[table] > 1
+        gone = (table >= 0) & (self.input_ids.refs[table] > 1)
         self.input_ids.release(table[gone])
         table[gone] = -1

@@ -37,13 +37,13 @@ class Run:
         return self.tokens[seq]
 
 
-@pytest.mark.parametrize("policy", ["full", "spread"])
-def test_arrivals_and_departures(model, prompts, policy, rng):
-    engine = ReplayEngine(model, max_sequences=3, capacity=5, policy=policy)
+def test_arrivals_and_departures(model, prompts, rng):
+    engine = ReplayEngine(model, max_sequences=3, capacity=5)
     run, waiting, running, done = Run(engine), list(range(len(prompts))), {}, {}
     while waiting or running:
         if waiting and len(running) < 3:
-            running[run.start(prompts[waiting[0]])] = waiting.pop(0)
+            index = waiting.pop(0)
+            running[run.start(prompts[index])] = index
         order = torch.randperm(len(running), generator=rng).tolist()
         run.step([list(running)[i] for i in order])
         for seq in [s for s in running if len(run.tokens[s]) == TOKENS]:
@@ -52,7 +52,18 @@ def test_arrivals_and_departures(model, prompts, policy, rng):
     for index, prompt in enumerate(prompts):
         assert done[index] == own_tokens(model, prompt, TOKENS), f"prompt {index}"
     assert not any(engine.pool.pages_in_use().values())
-    assert bool(engine.counters.early_folds) == (policy == "spread")
+
+
+def test_spread_folds_early_and_changes_no_token(models, prompts):
+    model = models["qwen3_next"]
+    engine = ReplayEngine(model, max_sequences=3, capacity=5, policy="spread")
+    run = Run(engine)
+    seqs = [run.start(p) for p in prompts[:3]]
+    while len(run.tokens[seqs[0]]) < TOKENS:
+        run.step()
+    assert engine.counters.early_folds > 0
+    for seq, prompt in zip(seqs, prompts, strict=False):
+        assert run.tokens[seq] == own_tokens(model, prompt, TOKENS)
 
 
 @pytest.mark.parametrize("parent_first", [True, False])

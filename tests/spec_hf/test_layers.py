@@ -140,13 +140,17 @@ def test_notes():
 
     assert notes("qwen3_next") == notes("mamba2") == notes("kimi_linear") == ()
     assert "time_step_min=0.001 in its prefill" in notes("zamba2")[0]
+    assert notes("nemotron_h", time_step_min=0.0) == ()
+    assert "time_step_min=0.01 in its prefill" in notes("nemotron_h", mamba_dt_min=0.01)[0]
     assert "time_step_limit=(0.01, 0.5)" in notes("bamba", time_step_limit=[0.01, 0.5])[0]
     assert notes("falcon_h1", ssm_multipliers=[1.0] * 5, ssm_in_multiplier=1.0) == ()
+    assert notes("falcon_h1", ssm_multipliers=(1, 1, 1, 1, 1)) == ()
     assert "scaled before" in notes("falcon_h1", ssm_multipliers=[1.0, 1.0, 0.5, 1.0, 1.0])[0]
     assert "scaled before" in notes("falcon_h1", ssm_in_multiplier=0.5)[0]
     window = {"sliding_window": 4096}
     assert "sliding_window=4096: not used" in notes("qwen3_next", **window)[0]
     assert notes("qwen3_next", **window, use_sliding_window=False) == ()
+    assert notes("qwen3_next", sliding_window=0) == ()
 
 
 def test_sizes_worked_out_by_hand():

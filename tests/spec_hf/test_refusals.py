@@ -42,6 +42,13 @@ WRONG = [
         "layers_block_type: got 'hybrid' for layer 1; allowed linear_attention, mamba",
     ),
     (config("nemotron_h", layers_block_type="MM"), "layers_block_type: got 'MM'; allowed a list"),
+    (
+        config("nemotron_h", layers_block_type=[]),
+        "layers_block_type: got []; allowed a list of one",
+    ),
+    (config("nemotron_h", hybrid_override_pattern=""), "hybrid_override_pattern: got ''; allowed"),
+    (config("nemotron_h", time_step_limit=[1e308, 1e309]), "time_step_limit: got [1e+308, inf]"),
+    (config("mamba2", expand=10**400), "expand: got 1000"),
     (config("nemotron_h", time_step_limit=[1.0, 0.5]), "time_step_limit: got [1.0, 0.5]"),
     (
         config("nemotron_h", time_step_limit=[0.0]),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -10,19 +11,17 @@ import torch
 from numpy.typing import NDArray
 
 from ...planner import Plan
+from ...planner.prefill import PrefillPlan
 from ...pools import StatePool
 from . import delta, mamba2
 from .conv import conv_update
+from .prefill import prefill_conv_one, prefill_one
 from .rows import Window, compact_rows
 
 __all__ = ["TorchBackend"]
 
-# family -> (advance, readout)
-_FAMILIES: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
-    "mamba2": (mamba2.advance, mamba2.readout),
-    "gdn": (delta.advance, delta.readout),
-    "kda": (delta.advance, delta.readout),
-}
+# Each has advance, readout and prefill_chunk.
+_FAMILIES: dict[str, ModuleType] = {"mamba2": mamba2, "gdn": delta, "kda": delta}
 
 
 class TorchBackend:
@@ -45,7 +44,7 @@ class TorchBackend:
         count = plan.fold_count
         if not count:
             return
-        advance = _FAMILIES[pool.spec.family][0]
+        advance = _FAMILIES[pool.spec.family].advance
         arrays = plan.arrays
         source = arrays.fold_source[:count].long()
         target = arrays.fold_target[:count].long()
@@ -74,7 +73,7 @@ class TorchBackend:
         window = Window.of(pool, plan)
         arrays = plan.arrays
         state = pool.checkpoints.read(layer, arrays.page[:n].long())
-        y = _FAMILIES[pool.spec.family][1](
+        y = _FAMILIES[pool.spec.family].readout(
             pool, pool.spec, layer, window, inputs, state,
             arrays.table[:n].long(), arrays.history[:n].long(),
         )  # fmt: skip
@@ -90,5 +89,40 @@ class TorchBackend:
             return torch.tensor([values], dtype=torch.int64, device=pool.device)
 
         state = pool.checkpoints.load(layer, row(page))
-        advance = _FAMILIES[pool.spec.family][0]
+        advance = _FAMILIES[pool.spec.family].advance
         return advance(pool, pool.spec, layer, state, row(table), row(rows))[0]
+
+    def prefill_conv(
+        self, pool: StatePool, plan: PrefillPlan, layer: int, x: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        cur, cu = pool.cursors, plan.cu_seqlens.tolist()
+        for i, slot in enumerate(plan.slots.tolist()):
+            token = int(cur.base[slot] + cur.history[slot])
+            before = pool.conv.before(slot, token)[layer]
+            part = slice(cu[i], cu[i + 1])
+            plan.tails[layer, i] = prefill_conv_one(pool, layer, before, x[part], out[part])
+
+    def prefill(
+        self,
+        pool: StatePool,
+        plan: PrefillPlan,
+        layer: int,
+        inputs: Mapping[str, torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        chunk = _FAMILIES[pool.spec.family].prefill_chunk
+        cu = plan.cu_seqlens.tolist()
+        for i, slot in enumerate(plan.slots.tolist()):
+            part = slice(cu[i], cu[i + 1])
+            if part.start == part.stop:
+                continue
+            if plan.source[i] == plan.target[i]:
+                # At token 0; zero even if this layer ran before and was overwritten.
+                state = torch.zeros(pool.spec.state_shape, device=pool.device)
+            else:
+                table = pool.cursors.table[slot].tolist()
+                rows = int(plan.rows[i])
+                state = self.materialize(pool, layer, int(plan.source[i]), table, rows)
+            tokens = {name: value[part] for name, value in inputs.items()}
+            final = prefill_one(pool, layer, chunk, state[None], tokens, out[part])
+            pool.checkpoints.store(layer, pool.device_ids(plan.target[i : i + 1]), final)

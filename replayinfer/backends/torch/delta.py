@@ -10,7 +10,7 @@ channel (KDA, where it stands inside every sum over channels), and ``u`` as the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -18,9 +18,9 @@ from ...pools import StatePool
 from ...spec import DeltaSpec
 from .gates import beta as beta_rule
 from .gates import log_decay, norm_scale
-from .rows import Window, gather_rows, pairwise_sums, suffix_sums
+from .rows import Rows, Window, gather_rows, pairwise_sums, suffix_sums
 
-__all__ = ["advance", "readout"]
+__all__ = ["advance", "prefill_chunk", "readout"]
 
 
 def advance(
@@ -39,10 +39,8 @@ def advance(
     rows = gather_rows(pool, layer, table, counts)
     k = _to_heads(_keys(rows), spec)
     g = _per_channel(rows["g"])
-    after, total = suffix_sums(g)
-    u = _solve_rows(state, k, g, rows) if spec.resolves(pool.format) else rows["u"]
-    update = torch.einsum("njhv,njhk->nhvk", u, torch.exp(after) * k)
-    return torch.exp(total)[:, :, None] * state + update
+    u = _solve(state, k, g, rows["beta"], rows["v"]) if spec.resolves(pool.format) else rows["u"]
+    return _absorb(state, k, g, u)
 
 
 def readout(
@@ -56,46 +54,98 @@ def readout(
     starts: torch.Tensor,
 ) -> torch.Tensor:
     """Append the window's rows and return ``y``, float32 ``[n, window, heads, dim]``."""
-    q, k_given, v = (window.take(inputs[name]) for name in ("q", "k", "v"))
-    rows = {"k": k_given, "v": v}
-    rows["g"] = window.only_live(log_decay(spec, pool.weights, layer, window, inputs))
-    rows["beta"] = window.only_live(beta_rule(spec, window.take(inputs["b"])))
-    if spec.norm == "l2":
-        rows["k_scale"] = norm_scale(k_given, spec.norm_eps)
-        q = q * norm_scale(q, spec.norm_eps)[..., None]
-    k = _to_heads(_keys(rows), spec)
-    q = _to_heads(q * spec.query_scale, spec)
-    g = _per_channel(rows["g"])
-
+    tokens = _prepare(pool, spec, layer, inputs, window.take)
+    # The gate or beta of an absent token is not 0 by itself.
+    tokens["g"], tokens["beta"] = (window.only_live(tokens[name]) for name in ("g", "beta"))
     past = gather_rows(pool, layer, table, starts)
-    past_k = _to_heads(_keys(past), spec)
-    after, total = suffix_sums(_per_channel(past["g"]))  # to the end of the history
-    pair, since = pairwise_sums(g, window.allowed)  # inside the window, and from its start
-    reach = after[:, None] + since[:, :, None]  # [n, t, j, h, 1 or k]
-    whole = torch.exp(total[:, None] + since)  # [n, t, h, 1 or k]
-
-    def from_past(x: torch.Tensor) -> torch.Tensor:
-        """``S x`` at each token from the checkpoint and the history: ``[n, t, h, v]``."""
-        replayed = torch.einsum("ntjh,njhv->nthv", _scores(past_k, x, reach), past["u"])
-        return replayed + torch.einsum("nhvk,nthk->nthv", state, whole * x)
-
-    b = rows["beta"]
-    allowed = window.allowed[..., None]
-    rows["u"] = _substitute(b[..., None] * (v - from_past(k)), b, _scores(k, k, pair) * allowed)
-    window.append(pool, layer, {name: rows[name] for name in pool.inputs.fields})
-
-    reads = _scores(k, q, pair) * allowed
-    return from_past(q) + torch.einsum("ntsh,nshv->nthv", reads, rows["u"])
+    y, tokens["u"] = _attend(spec, state, tokens, window.allowed, past)
+    window.append(pool, layer, {name: tokens[name] for name in pool.inputs.fields})
+    return y
 
 
-def _solve_rows(
-    state: torch.Tensor, k: torch.Tensor, g: torch.Tensor, rows: Mapping[str, torch.Tensor]
+def prefill_chunk(
+    pool: StatePool,
+    spec: DeltaSpec,
+    layer: int,
+    state: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and final state of some tokens ``[1, tokens, ...]`` that continue `state`."""
+    tokens = _prepare(pool, spec, layer, inputs, torch.Tensor.float)
+    steps = tokens["v"].shape[1]
+    allowed = torch.ones(1, steps, steps, dtype=torch.bool, device=state.device).tril()
+    y, u = _attend(spec, state, tokens, allowed, None)
+    return y, _absorb(state, _to_heads(_keys(tokens), spec), _per_channel(tokens["g"]), u)
+
+
+def _prepare(
+    pool: StatePool,
+    spec: DeltaSpec,
+    layer: int,
+    inputs: Mapping[str, torch.Tensor],
+    take: Callable[[torch.Tensor], torch.Tensor],
+) -> Rows:
+    """Queries normalised and scaled, keys as given beside their norm, gates and beta applied."""
+    q, k, v = (take(inputs[name]) for name in ("q", "k", "v"))
+    gate = take(inputs["g" if spec.gate == "log" else "a"])
+    tokens = {
+        "k": k,
+        "v": v,
+        "g": log_decay(spec, pool.weights, layer, gate),
+        "beta": beta_rule(spec, take(inputs["b"])),
+    }
+    if spec.norm == "l2":
+        tokens["k_scale"] = norm_scale(k, spec.norm_eps)
+        q = q * norm_scale(q, spec.norm_eps)[..., None]
+    tokens["q"] = q * spec.query_scale
+    return tokens
+
+
+def _attend(
+    spec: DeltaSpec,
+    state: torch.Tensor,
+    tokens: Rows,
+    allowed: torch.Tensor,
+    past: Rows | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(y, u)`` of tokens that read the state, the rows since it and, as allowed, each other."""
+    q, k = (_to_heads(x, spec) for x in (tokens["q"], _keys(tokens)))
+    pair, since = pairwise_sums(_per_channel(tokens["g"]), allowed)  # in the window, from its start
+    whole = torch.exp(since)  # [n, t, h, 1 or k]
+    if past is not None:
+        past_k = _to_heads(_keys(past), spec)
+        after, total = suffix_sums(_per_channel(past["g"]))  # to the end of the history
+        reach = after[:, None] + since[:, :, None]  # [n, t, j, h, 1 or k]
+        whole = torch.exp(total[:, None] + since)
+
+    def before_window(x: torch.Tensor) -> torch.Tensor:
+        """``S x`` at each token without the window's own rows: ``[n, t, h, v]``."""
+        read = torch.einsum("nhvk,nthk->nthv", state, whole * x)
+        if past is None:
+            return read
+        return read + torch.einsum("ntjh,njhv->nthv", _scores(past_k, x, reach), past["u"])
+
+    b = tokens["beta"]
+    overlap = _scores(k, k, pair) * allowed[..., None]
+    u = _substitute(b[..., None] * (tokens["v"] - before_window(k)), b, overlap)
+    reads = _scores(k, q, pair) * allowed[..., None]
+    return before_window(q) + torch.einsum("ntsh,nshv->nthv", reads, u), u
+
+
+def _absorb(state: torch.Tensor, k: torch.Tensor, g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """The state after rows with keys ``[n, j, h, k]``, gates and corrected values."""
+    after, total = suffix_sums(g)
+    update = torch.einsum("njhv,njhk->nhvk", u, torch.exp(after) * k)
+    return torch.exp(total)[:, :, None] * state + update
+
+
+def _solve(
+    state: torch.Tensor, k: torch.Tensor, g: torch.Tensor, b: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
     """``(I + A) u = b (v - S0 e^{g(0,.)} k)`` over a fold's rows, ``[n, rows, heads, dim]``."""
     pair, since = pairwise_sums(g)
     seen = torch.einsum("nhvk,njhk->njhv", state, torch.exp(since) * k)
-    b = rows["beta"]
-    return _substitute(b[..., None] * (rows["v"] - seen), b, _scores(k, k, pair))
+    return _substitute(b[..., None] * (v - seen), b, _scores(k, k, pair))
 
 
 def _substitute(rhs: torch.Tensor, b: torch.Tensor, overlap: torch.Tensor) -> torch.Tensor:

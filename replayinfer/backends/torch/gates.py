@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 
 from ...spec import DeltaSpec, KDASpec, Mamba2Spec
-from .rows import Window
 
 __all__ = ["beta", "log_decay", "norm_scale", "softplus", "step_sizes"]
 
@@ -33,13 +32,15 @@ def log_decay(
     spec: DeltaSpec,
     weights: Mapping[str, torch.Tensor],
     layer: int,
-    window: Window,
-    inputs: Mapping[str, torch.Tensor],
+    gate: torch.Tensor,
 ) -> torch.Tensor:
-    """The gate of a delta-rule layer, float32, never above 0: ``[..., heads, (state)]``."""
+    """The gate of a delta-rule layer, float32, never above 0: ``[..., heads, (state)]``.
+
+    `gate` is ``g`` itself with ``gate="log"``, else the raw ``a``.
+    """
     if spec.gate == "log":
-        return window.take(inputs["g"])
-    a = window.take(inputs["a"]) + weights["dt_bias"][layer]
+        return gate.float()
+    a = gate.float() + weights["dt_bias"][layer]
     a_log = weights["A_log"][layer]
     rate = torch.exp(a_log if a.dim() == 3 else a_log[:, None])
     # The rate is kept finite: infinity times a softplus that underflowed to 0 would be NaN.

@@ -7,16 +7,16 @@ With ``d(j, t)`` the sum of ``dt`` over the rows ``(j, t]``::
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from ...pools import StatePool
 from ...spec import Mamba2Spec
 from .gates import step_sizes
-from .rows import Window, gather_rows, pairwise_sums, suffix_sums
+from .rows import Rows, Window, gather_rows, pairwise_sums, suffix_sums
 
-__all__ = ["advance", "readout"]
+__all__ = ["advance", "prefill_chunk", "readout"]
 
 
 def advance(
@@ -27,18 +27,9 @@ def advance(
     table: torch.Tensor,
     counts: torch.Tensor,
 ) -> torch.Tensor:
-    """States ``[n, heads, dim, state]`` advanced over the first `counts` rows of `table`.
-
-    With one row this is the plain recurrence, bit for bit: ``exp(A dt) S + (dt x) B^T``.
-    """
+    """States ``[n, heads, dim, state]`` advanced over the first `counts` rows of `table`."""
     rows = gather_rows(pool, layer, table, counts)
-    decay_rate = pool.weights["A"][layer]
-    after, total = suffix_sums(rows["dt"])  # [n, j, h], [n, h]
-    weight = torch.exp(decay_rate * after) * rows["dt"]
-    x = weight[..., None] * rows["x"]  # [n, j, h, d]
-    b = _to_heads(rows["B"], spec)  # [n, j, h, s]
-    update = torch.einsum("njhd,njhs->nhds", x, b)
-    return torch.exp(decay_rate * total)[..., None, None] * state + update
+    return _absorb(spec, pool.weights["A"][layer], state, rows)
 
 
 def readout(
@@ -52,33 +43,82 @@ def readout(
     starts: torch.Tensor,
 ) -> torch.Tensor:
     """Append the window's rows and return ``y``, float32 ``[n, window, heads, dim]``."""
-    weights = pool.weights
-    decay_rate = weights["A"][layer]
-    x, b, c = (window.take(inputs[name]) for name in ("x", "B", "C"))
-    dt = step_sizes(spec, window.take(inputs["dt"]), weights["dt_bias"][layer])
-    dt = window.only_live(dt)
-    window.append(pool, layer, {"x": x, "B": b, "dt": dt})
-
+    tokens = _prepare(pool, spec, layer, inputs, window.take)
+    tokens["dt"] = window.only_live(tokens["dt"])  # softplus(0) is not 0
+    window.append(pool, layer, {name: tokens[name] for name in pool.inputs.fields})
     past = gather_rows(pool, layer, table, starts)
-    after, total = suffix_sums(past["dt"])  # to the end of the history
-    pair, since = pairwise_sums(dt, window.allowed)  # inside the window, and from its start
-
-    reach = decay_rate * (after[:, None] + since[:, :, None])  # [n, t, j, h]
-    scores = _to_heads(torch.einsum("njgs,ntgs->ntjg", past["B"], c), spec, axis=3)
-    y = torch.einsum("ntjh,njhd->nthd", torch.exp(reach) * past["dt"][:, None] * scores, past["x"])
-
-    inside = torch.exp(decay_rate * pair) * dt[:, None] * window.allowed[..., None]
-    scores = _to_heads(torch.einsum("njgs,ntgs->ntjg", b, c), spec, axis=3)
-    y = y + torch.einsum("ntjh,njhd->nthd", inside * scores, x)
-
-    from_state = torch.einsum("nhds,nths->nthd", state, _to_heads(c, spec))
-    y = y + torch.exp(decay_rate * (total[:, None] + since))[..., None] * from_state
-    y = y + weights["D"][layer][:, None] * x
-    if "z" in inputs:
-        y = y * torch.nn.functional.silu(window.take(inputs["z"]))
-    return y
+    return _attend(pool, spec, layer, state, tokens, window.allowed, past)
 
 
-def _to_heads(per_group: torch.Tensor, spec: Mamba2Spec, *, axis: int = 2) -> torch.Tensor:
-    """Repeat the groups on `axis` to heads."""
+def prefill_chunk(
+    pool: StatePool,
+    spec: Mamba2Spec,
+    layer: int,
+    state: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and final state of some tokens ``[1, tokens, ...]`` that continue `state`."""
+    tokens = _prepare(pool, spec, layer, inputs, torch.Tensor.float)
+    steps = tokens["dt"].shape[1]
+    allowed = torch.ones(1, steps, steps, dtype=torch.bool, device=state.device).tril()
+    y = _attend(pool, spec, layer, state, tokens, allowed, None)
+    return y, _absorb(spec, pool.weights["A"][layer], state, tokens)
+
+
+def _prepare(
+    pool: StatePool,
+    spec: Mamba2Spec,
+    layer: int,
+    inputs: Mapping[str, torch.Tensor],
+    take: Callable[[torch.Tensor], torch.Tensor],
+) -> Rows:
+    tokens = {name: take(value) for name, value in inputs.items()}
+    tokens["dt"] = step_sizes(spec, tokens["dt"], pool.weights["dt_bias"][layer])
+    return tokens
+
+
+def _attend(
+    pool: StatePool,
+    spec: Mamba2Spec,
+    layer: int,
+    state: torch.Tensor,
+    tokens: Rows,
+    allowed: torch.Tensor,
+    past: Rows | None,
+) -> torch.Tensor:
+    """``y`` of tokens that read the state, the rows since it and, where allowed, each other."""
+    rate = pool.weights["A"][layer]
+    x, b, c, dt = (tokens[name] for name in ("x", "B", "C", "dt"))
+    pair, since = pairwise_sums(dt, allowed)  # inside the window, and from its start
+    inside = torch.exp(rate * pair) * dt[:, None] * allowed[..., None]
+    y = torch.einsum("ntjh,njhd->nthd", inside * _scores(spec, b, c), x)
+    whole = since
+    if past is not None:
+        after, total = suffix_sums(past["dt"])  # to the end of the history
+        reach = torch.exp(rate * (after[:, None] + since[:, :, None])) * past["dt"][:, None]
+        y = y + torch.einsum("ntjh,njhd->nthd", reach * _scores(spec, past["B"], c), past["x"])
+        whole = total[:, None] + since
+    from_state = torch.einsum("nhds,nths->nthd", state, _to_heads(spec, c, axis=2))
+    y = y + torch.exp(rate * whole)[..., None] * from_state
+    y = y + pool.weights["D"][layer][:, None] * x
+    return y * torch.nn.functional.silu(tokens["z"]) if "z" in tokens else y
+
+
+def _absorb(spec: Mamba2Spec, rate: torch.Tensor, state: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """The state after `rows`.
+
+    With one row this is the plain recurrence, bit for bit: ``exp(A dt) S + (dt x) B^T``.
+    """
+    after, total = suffix_sums(rows["dt"])  # [n, j, h], [n, h]
+    x = (torch.exp(rate * after) * rows["dt"])[..., None] * rows["x"]
+    update = torch.einsum("njhd,njhs->nhds", x, _to_heads(spec, rows["B"], axis=2))
+    return torch.exp(rate * total)[..., None, None] * state + update
+
+
+def _scores(spec: Mamba2Spec, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """``B_j . C_t`` per head: ``[n, t, j, heads]``."""
+    return _to_heads(spec, torch.einsum("njgs,ntgs->ntjg", b, c), axis=3)
+
+
+def _to_heads(spec: Mamba2Spec, per_group: torch.Tensor, *, axis: int) -> torch.Tensor:
     return per_group.repeat_interleave(spec.heads // spec.groups, dim=axis)

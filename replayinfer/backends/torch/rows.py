@@ -13,12 +13,13 @@ from ...planner import Plan
 from ...planner.trees import ancestors, convolution_sources
 from ...pools import StatePool
 
-__all__ = ["Window", "compact_rows", "gather_rows", "pairwise_sums", "suffix_sums"]
+__all__ = ["Rows", "Window", "compact_rows", "gather_rows", "pairwise_sums", "suffix_sums"]
+
+Rows = dict[str, torch.Tensor]
+"""Fields of rows or tokens by name, float32 ``[n, rows, ...]``."""
 
 
-def gather_rows(
-    pool: StatePool, layer: int, table: torch.Tensor, counts: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def gather_rows(pool: StatePool, layer: int, table: torch.Tensor, counts: torch.Tensor) -> Rows:
     """The first ``counts[i]`` rows of sequence ``i``, float32 ``[n, rows, ...]``, zero beyond.
 
     Dead rows may hold anything, so they are replaced when loaded and never multiplied away. The row

@@ -21,7 +21,7 @@ class Fields:
 
     A field is looked up under its present name and then under older ones. Two names that disagree
     are refused, since which of them wins differs between libraries. An explicit null counts as
-    absent only where the model's class gives null a meaning (`default` is then None).
+    absent only where the model's class gives null a meaning.
     """
 
     def __init__(self, values: Mapping[str, Any], inside: str = "") -> None:
@@ -69,10 +69,10 @@ class Fields:
             raise InputError(f"{found}: got {value!r}; allowed true or false; correct the config")
         return value
 
-    def number(self, name: str, default: float, *older: str) -> float:
-        """A positive number."""
-        found, value = self.raw(name, *older)
-        if value is None and not self.has(name, *older):
+    def positive(self, name: str, default: float) -> float:
+        """A positive number; null is refused."""
+        found, value = self.raw(name)
+        if value is None and not self.has(name):
             return default
         number = _float(value)
         if not 0 < number < math.inf:
@@ -100,7 +100,7 @@ class Fields:
             return (0.0, math.inf)
         pair = list(value) if isinstance(value, (list, tuple)) else []
         low, high = (_float(v) for v in pair) if len(pair) == 2 else (math.nan, math.nan)
-        if not 0.0 <= low <= high:
+        if not 0.0 <= low <= min(high, _FP32_MAX):
             raise InputError(
                 f"{found}: got {value!r}; allowed [low, high] with 0 <= low <= high; "
                 "correct the config"
@@ -173,4 +173,7 @@ def _float(value: Any) -> float:
         return float(value) if value in ("Infinity", "-Infinity") else math.nan
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return math.nan
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond any float
+        return math.inf if value > 0 else -math.inf

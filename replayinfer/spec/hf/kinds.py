@@ -30,8 +30,10 @@ def listed(fields: Fields, *names: str, allowed: tuple[Kind, ...]) -> tuple[Kind
     if value is None:
         return None
     words = [word for word, kind in _WORDS.items() if kind in allowed]
-    if not isinstance(value, (list, tuple)):
-        raise InputError(f"{found}: got {value!r}; allowed a list of strings; correct the config")
+    if not isinstance(value, (list, tuple)) or not value:
+        raise InputError(
+            f"{found}: got {value!r}; allowed a list of one string a layer; correct the config"
+        )
     for layer, word in enumerate(value):
         if word not in words:
             raise InputError(
@@ -46,7 +48,8 @@ def from_pattern(fields: Fields, name: str) -> tuple[Kind, ...] | None:
     _, value = fields.raw(name)
     if value is None:
         return None
-    strange = sorted(set(value) - set(_PATTERN)) if isinstance(value, str) else [value]
+    letters = isinstance(value, str) and value
+    strange = sorted(set(value) - set(_PATTERN)) if letters else [value]
     if strange:
         raise InputError(
             f"{name}: got {strange[0]!r}; allowed a string of M (Mamba-2), * (attention), "

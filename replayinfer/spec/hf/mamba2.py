@@ -37,7 +37,6 @@ def nemotron_h(fields: Fields) -> Parts:
     default: tuple[Kind, ...] = ("ssm", "neither", "attention", "neither")
     hidden = fields.integer("hidden_size", 4096)
     heads = fields.integer("mamba_num_heads", 128)
-    low = fields.number("time_step_min", 0.001, "mamba_dt_min")
     return Parts(
         kinds=check_count(fields, kinds or pattern or default),
         ssm=_spec(
@@ -60,7 +59,7 @@ def nemotron_h(fields: Fields) -> Parts:
         vocab_size=fields.integer("vocab_size", 131072),
         state_dtype=fields.dtype("mamba_ssm_cache_dtype") or torch.float32,
         conv_bias=fields.flag("use_conv_bias", True, "mamba_conv_bias"),
-        notes=(_prefill_only(f"time_step_min={low:g}"),),
+        notes=_minimum_note(fields),
     )
 
 
@@ -117,8 +116,8 @@ def falcon_h1(fields: Fields) -> Parts:
         channels = _width(fields, "mamba_expand", hidden) if given is None else given
     normed = fields.flag("mamba_rms_norm", False)
     notes = list(_limit_note(fields))
-    scales = (fields.raw("ssm_multipliers")[1], fields.raw("ssm_in_multiplier")[1])
-    if scales[0] not in (None, [1.0] * 5) or scales[1] not in (None, 1.0):
+    (_, scales), (_, scale) = fields.raw("ssm_multipliers"), fields.raw("ssm_in_multiplier")
+    if scales not in (None, [1.0] * 5, (1.0,) * 5) or scale not in (None, 1.0):
         notes.append("ssm_multipliers: z, x, B, C and dt are scaled before the convolution")
     return Parts(
         kinds=all_of("both", fields.integer("num_hidden_layers", 32)),
@@ -162,7 +161,6 @@ def zamba2(fields: Fields) -> Parts:
     default = ssm + (ssm * 5 + both) * 7 + ssm * 4 + both + ssm * 3 + both + ssm * 2
     attention_heads = fields.integer("num_attention_heads", 32)
     head_dim = fields.optional_integer("attention_head_dim", "head_dim")
-    low = fields.number("time_step_min", 0.001)
     return Parts(
         kinds=check_count(fields, default if kinds is None else kinds),
         ssm=_spec(
@@ -180,7 +178,7 @@ def zamba2(fields: Fields) -> Parts:
         hidden_size=hidden,
         vocab_size=fields.integer("vocab_size", 32000),
         conv_bias=True,
-        notes=(_prefill_only(f"time_step_min={low:g}"),),
+        notes=_minimum_note(fields),
     )
 
 
@@ -222,7 +220,7 @@ def _expanded(fields: Fields, hidden: int, channels: int | None = None) -> Mamba
 
 def _width(fields: Fields, name: str, hidden: int) -> int:
     """Channels of the recurrence: ``expand * hidden_size``."""
-    return int(fields.number(name, 2.0) * hidden)
+    return int(fields.positive(name, 2.0) * hidden)
 
 
 def _check_channels(heads: str, count: int, dim: str, size: int, channels: int) -> None:
@@ -236,6 +234,12 @@ def _check_channels(heads: str, count: int, dim: str, size: int, channels: int) 
 def _limit_note(fields: Fields) -> tuple[str, ...]:
     limit = fields.limits("time_step_limit")
     return () if limit == (0.0, math.inf) else (_prefill_only(f"time_step_limit={limit}"),)
+
+
+def _minimum_note(fields: Fields) -> tuple[str, ...]:
+    _, low = fields.raw("time_step_min", "mamba_dt_min")
+    low = 0.001 if low is None else low
+    return (_prefill_only(f"time_step_min={low}"),) if low else ()
 
 
 def _prefill_only(what: str) -> str:

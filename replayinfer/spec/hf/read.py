@@ -104,8 +104,8 @@ def read_config(config: Any) -> ModelLayers:
 
 def _window_note(fields: Fields) -> tuple[str, ...]:
     """None of the classes slides a window, whatever its config says."""
-    window = fields.optional_integer("sliding_window")
-    if window is None or not fields.flag("use_sliding_window", True):
+    _, window = fields.raw("sliding_window")
+    if not window or fields.raw("use_sliding_window")[1] is False:
         return ()
     return (f"sliding_window={window}: not used by the model's class, and not counted here",)
 
