@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["encode", "join_planes", "round_to", "split_planes", "terms"]
+__all__ = ["encode", "join_planes", "round_to", "split_planes"]
 
 
 @triton.jit
@@ -22,8 +22,8 @@ def split_planes(x):
 @triton.jit
 def join_planes(high, low):
     """(high, low) int16 patterns to the float32 they came from, bit for bit."""
-    lo = low.to(tl.int32) & 0xFFFF
-    bits = (high.to(tl.int32) << 16) - ((lo & 0x8000) << 1) + lo
+    # The low plane is the signed remainder of rounding to the high one: sign extension undoes it.
+    bits = (high.to(tl.int32) << 16) + low.to(tl.int32)
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -47,15 +47,3 @@ def encode(x, DTYPE: tl.constexpr):
         x = tl.where(finite, tl.minimum(tl.maximum(x, -65504.0), 65504.0), x)
     return round_to(x, DTYPE)
 
-
-@triton.jit
-def terms(x, COLUMNS: tl.constexpr):
-    """A float32 vector as three bf16 columns that add up to it, ``[len, COLUMNS]``, zeros beyond."""
-    high = round_to(x, tl.bfloat16)
-    rest = x - high.to(tl.float32)
-    middle = round_to(rest, tl.bfloat16)
-    low = round_to(rest - middle.to(tl.float32), tl.bfloat16)
-    column = tl.arange(0, COLUMNS)[None, :]
-    out = tl.where(column == 0, high[:, None], 0.0)
-    out = tl.where(column == 1, middle[:, None], out)
-    return tl.where(column == 2, low[:, None], out).to(tl.bfloat16)

@@ -21,12 +21,15 @@ class LaunchConfig:
         Heads of a program; 0 means all that share a group.
     programs_per_sm : int
         Resident programs of a persistent grid.
+    registers : int
+        Most registers of a thread, for more resident programs; 0 leaves it to the compiler.
     """
 
     num_warps: int = 4
     rows: int = 0
     heads: int = 0
     programs_per_sm: int = 4
+    registers: int = 0
 
 
 def interpreting() -> bool:

@@ -146,5 +146,5 @@ def fold(
         BLOCK_D=block_d, BLOCK_N=max(16, triton.next_power_of_2(state)),
         BLOCK_J=max(16, triton.next_power_of_2(capacity)), PAGE_ROWS=row_x.shape[2],
         IN_SPLIT=low is not None, OUT_SPLIT=out_low is not None, INTERPRET=interpreting(),
-        num_warps=config.num_warps,
+        num_warps=config.num_warps, num_stages=1, maxnreg=config.registers or None,
     )  # fmt: skip

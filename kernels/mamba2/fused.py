@@ -167,5 +167,5 @@ def fused(
         BLOCK_R=block_r, BLOCK_N=triton.next_power_of_2(state),
         BLOCK_J=max(2, triton.next_power_of_2(capacity)), PAGE_ROWS=row_x.shape[1],
         SOFTPLUS=dt_softplus, HAS_Z=z is not None, PDL=pdl,
-        num_warps=config.num_warps, launch_pdl=pdl,
+        num_warps=config.num_warps, maxnreg=config.registers or None, launch_pdl=pdl,
     )  # fmt: skip

@@ -165,5 +165,5 @@ def prepass(
         BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(dim),
         BLOCK_N=triton.next_power_of_2(state), BLOCK_J=config.rows or 8,
         PAGE_ROWS=row_x.shape[1], SOFTPLUS=dt_softplus, PDL=pdl,
-        num_warps=config.num_warps, launch_pdl=pdl,
+        num_warps=config.num_warps, maxnreg=config.registers or None, launch_pdl=pdl,
     )  # fmt: skip

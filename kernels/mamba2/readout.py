@@ -142,5 +142,5 @@ def readout(
         GROUPS=groups, HEADS=heads // groups, DIM=dim, STATE=state,
         BLOCK_R=block_r, BLOCK_N=min(words, triton.next_power_of_2(state)),
         PAIRS=pairs, HAS_Z=z is not None, PDL=pdl,
-        num_warps=config.num_warps, launch_pdl=pdl,
+        num_warps=config.num_warps, maxnreg=config.registers or None, launch_pdl=pdl,
     )  # fmt: skip

@@ -39,7 +39,7 @@ class CheckpointPool:
         heads, dim, state = spec.state_shape
         self.low: torch.Tensor | None = None
         if fmt.rounded_readout:
-            shape = (layers, pages, heads, 2, dim, state)
+            shape: tuple[int, ...] = (layers, pages, heads, 2, dim, state)
             self.guarded = GuardedPages("checkpoint pages", shape, torch.int16, device)
             self.storage = self.guarded.pages
             self.plane = self.storage[:, :, :, 0].view(torch.bfloat16)

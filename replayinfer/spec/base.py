@@ -158,11 +158,8 @@ class LayerSpec(ABC):
         """
         ranges = self.shard_ranges(rank, size)
         name, _ = self.shared_heads
-        return dataclasses.replace(
-            self,
-            heads=len(ranges["heads"]),
-            **{name: len(ranges[name])},
-        )
+        counts: dict[str, Any] = {"heads": len(ranges["heads"]), name: len(ranges[name])}
+        return dataclasses.replace(self, **counts)
 
     def shard_ranges(self, rank: int, size: int) -> Mapping[str, range]:
         """Which heads, and which shared heads, of the whole layer rank `rank` of `size` holds."""

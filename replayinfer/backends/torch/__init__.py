@@ -89,8 +89,9 @@ class TorchBackend:
             return torch.tensor([values], dtype=torch.int64, device=pool.device)
 
         state = pool.checkpoints.load(layer, row(page))
-        advance = _FAMILIES[pool.spec.family].advance
-        return advance(pool, pool.spec, layer, state, row(table), row(rows))[0]
+        family = _FAMILIES[pool.spec.family]
+        states: torch.Tensor = family.advance(pool, pool.spec, layer, state, row(table), row(rows))
+        return states[0]
 
     def prefill_conv(
         self, pool: StatePool, plan: PrefillPlan, layer: int, x: torch.Tensor, out: torch.Tensor

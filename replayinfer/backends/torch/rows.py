@@ -93,20 +93,21 @@ class Window:
         page = plan.table[sequence, row // rows]
         assert not page.size or int(page.min()) >= 0, "a window row has no page"
         place = (_tokens_before(pool, plan)[sequence] + token) % pool.conv.ring
-        columns = (sequence, token, page, row % rows, place, plan.slots[sequence])
-
-        def send(x: NDArray[np.generic]) -> torch.Tensor:
-            return torch.from_numpy(x.astype(np.int64)).to(pool.device)
-
+        send = pool.device_ids
         parents = plan.parents
         if parents is None:
             parents = np.broadcast_to(np.arange(plan.window, dtype=np.int32) - 1, live.shape)
         return cls(
-            n,
-            torch.from_numpy(live).to(pool.device),
-            *(send(c) for c in columns),
-            torch.from_numpy(ancestors(parents)).to(pool.device),
-            send(convolution_sources(parents, pool.conv.taps)),
+            batch=n,
+            live=torch.from_numpy(live).to(pool.device),
+            sequence=send(sequence),
+            token=send(token),
+            page=send(page),
+            offset=send(row % rows),
+            ring=send(place),
+            slot=send(plan.slots[sequence]),
+            allowed=torch.from_numpy(ancestors(parents)).to(pool.device),
+            taps=send(convolution_sources(parents, pool.conv.taps)),
         )
 
     def take(self, x: torch.Tensor) -> torch.Tensor:
@@ -148,10 +149,7 @@ def compact_rows(pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
     sequence, rank, node = sequence[moved], rank[moved], node[moved]
     if not sequence.size:
         return
-    rows = pool.sizes.page_rows
-
-    def send(x: NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(x.astype(np.int64)).to(pool.device)
+    rows, send = pool.sizes.page_rows, pool.device_ids
 
     def place(index: NDArray[np.int32]) -> tuple[torch.Tensor, torch.Tensor]:
         row = plan.starts[sequence] + index

@@ -78,36 +78,22 @@ class TritonBackend:
         inputs: Mapping[str, torch.Tensor],
         out: torch.Tensor,
     ) -> None:
-        from replayinfer.kernels.launch.lookup import lookup
+        from replayinfer.kernels.launch.lookup import lookup, use_fused
+        from replayinfer.kernels.mamba2.fused import fused
         from replayinfer.kernels.mamba2.prepass import prepass
         from replayinfer.kernels.mamba2.readout import readout
 
         spec: Any = pool.spec
         arrays, weights, rows = plan.arrays, pool.weights, pool.inputs.fields
         token = {name: value[:, 0] for name, value in inputs.items()}
-        weight, scale = self._workspace(pool, plan.bucket)
-        pdl = _has_pdl(pool.device)
+        inputs_of_rows = (
+            token["dt"], token["B"], token["C"],
+            weights["A"][layer], weights["D"][layer], weights["dt_bias"][layer],
+            rows["x"][layer], rows["B"][layer], rows["dt"][layer],
+        )  # fmt: skip
 
         def config(op: str) -> Any:
             return lookup(op, spec, pool.format.name, plan.bucket, pool.device)
-
-        prepass(
-            weight, scale, token["dt"], token["B"], token["C"],
-            weights["A"][layer], weights["D"][layer], weights["dt_bias"][layer],
-            rows["B"][layer], rows["dt"][layer], arrays.history, arrays.window, arrays.table,
-            dt_limit=spec.dt_limit, dt_softplus=spec.dt_softplus, pdl=pdl,
-            config=config("prepass"),
-        )  # fmt: skip
-        readout(
-            out[:, 0], pool.checkpoints.plane[layer], weight, scale,
-            token["x"], token["C"], token.get("z"), rows["x"][layer],
-            arrays.page, arrays.history, arrays.window, arrays.table,
-            pdl=pdl, config=config("readout"),
-        )  # fmt: skip
-
-    def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
-        raise AssertionError("supports() refuses windows above 1, so no plan here holds a tree")
-
     def materialize(
         self, pool: StatePool, layer: int, page: int, table: list[int], rows: int
     ) -> torch.Tensor:
