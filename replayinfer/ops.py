@@ -66,16 +66,9 @@ def conv_update(
     """
     _require_folded(pool, plan, "conv_update")
     index = pool.index(layer)
-    spec = pool.spec
-    if not spec.conv_width:
-        raise InputError(
-            "conv_update: got a spec with conv_width=0; allowed conv_width >= 2; "
-            "make the spec with the layer's kernel size"
-        )
-    shape = (plan.bucket, plan.window, spec.conv_channels)
-    dims = ("bucket", "window", "channels")
-    check_tensor("x", x, shape=shape, dims=dims, dtypes=(pool.dtype,), device=pool.device)
-    out = _output(out, shape, dims, pool)
+    lead = {"bucket": plan.bucket, "window": plan.window}
+    check_convolution(pool, lead, x)
+    out = layer_output(pool, lead, out, ("channels",))
     select(backend, pool).conv(pool, plan, index, x, out)
     return out
 
@@ -109,11 +102,9 @@ def readout(
     """
     _require_folded(pool, plan, "readout")
     index = pool.index(layer)
-    ready = check_inputs(pool, plan, inputs)
-    sizes = tuple(getattr(pool.spec, name) for name in pool.spec.output_dims)
-    out = _output(
-        out, (plan.bucket, plan.window, *sizes), ("bucket", "window", *pool.spec.output_dims), pool
-    )
+    lead = {"bucket": plan.bucket, "window": plan.window}
+    ready = check_inputs(pool, lead, inputs, "pad to the plan's bucket and window")
+    out = layer_output(pool, lead, out, pool.spec.output_dims)
     select(backend, pool).readout(pool, plan, index, ready, out)
     return out
 
@@ -193,9 +184,15 @@ def materialize(
 
 
 def check_inputs(
-    pool: StatePool, plan: Plan, inputs: Mapping[str, torch.Tensor | None]
+    pool: StatePool,
+    lead: Mapping[str, int],
+    inputs: Mapping[str, torch.Tensor | None],
+    advice: str,
 ) -> dict[str, torch.Tensor]:
-    """The inputs of a readout, each checked against the spec; omitted optional ones left out."""
+    """The inputs of a layer, each checked against the spec; omitted optional ones left out.
+
+    `lead` names the axes before the spec's own, e.g. ``{"bucket": 8, "window": 1}``.
+    """
     spec = pool.spec
     names = [f.name for f in spec.input_fields]
     if unknown := [n for n in inputs if n not in names]:
@@ -211,25 +208,36 @@ def check_inputs(
         ready[field.name] = check_tensor(
             field.name,
             value,
-            shape=(plan.bucket, plan.window, *(getattr(spec, d) for d in field.dims)),
-            dims=("bucket", "window", *field.dims),
+            shape=(*lead.values(), *(getattr(spec, d) for d in field.dims)),
+            dims=(*lead, *field.dims),
             dtypes=(pool.dtype,) if field.kind == "activation" else GATE_DTYPES,
             device=pool.device,
-            advice="pad to the plan's bucket and window; for a shard use spec.shard(rank, size)",
+            advice=f"{advice}; for a shard use spec.shard(rank, size)",
         )
     return ready
 
 
-def _output(
-    out: torch.Tensor | None,
-    shape: tuple[int, ...],
-    dims: tuple[str, ...],
-    pool: StatePool,
+def check_convolution(pool: StatePool, lead: Mapping[str, int], x: torch.Tensor) -> None:
+    """Pre-convolution rows, and a spec that has a convolution."""
+    if not pool.spec.conv_width:
+        raise InputError(
+            "conv: got a spec with conv_width=0; allowed conv_width >= 2; make the spec with the "
+            "layer's kernel size"
+        )
+    shape, dims = (*lead.values(), pool.spec.conv_channels), (*lead, "channels")
+    check_tensor("x", x, shape=shape, dims=dims, dtypes=(pool.dtype,), device=pool.device)
+
+
+def layer_output(
+    pool: StatePool, lead: Mapping[str, int], out: torch.Tensor | None, dims: Sequence[str]
 ) -> torch.Tensor:
+    """The caller's `out`, checked, or a new tensor of the pool's dtype; `dims` name spec sizes."""
+    sizes = (pool.spec.conv_channels if d == "channels" else getattr(pool.spec, d) for d in dims)
+    shape = (*lead.values(), *sizes)
     if out is None:
         return torch.empty(shape, dtype=pool.dtype, device=pool.device)
     return check_tensor(
-        "out", out, shape=shape, dims=dims, dtypes=tuple({pool.dtype, torch.float32}),
+        "out", out, shape=shape, dims=(*lead, *dims), dtypes=tuple({pool.dtype, torch.float32}),
         device=pool.device, written=True,
     )  # fmt: skip
 

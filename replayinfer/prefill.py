@@ -8,12 +8,11 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
+from . import ops
 from .backends import PrefillBackend, select_prefill
-from .checks import check_tensor
-from .errors import InputError, PlanError
+from .errors import PlanError
 from .planner.prefill import PrefillPlan, PrefillPlanner
 from .pools import StatePool
-from .spec.base import GATE_DTYPES
 
 __all__ = ["ReplayPrefillWrapper"]
 
@@ -68,16 +67,10 @@ class ReplayPrefillWrapper:
     def conv(self, layer: int, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """The layer's causal convolution over packed rows ``[tokens, channels]``."""
         plan, index = self._current("conv"), self.pool.index(layer)
-        pool = self.pool
-        if not pool.spec.conv_width:
-            raise InputError(
-                "conv: got a spec with conv_width=0; allowed conv_width >= 2; make the spec with "
-                "the layer's kernel size"
-            )
-        shape, dims = (plan.tokens, pool.spec.conv_channels), ("tokens", "channels")
-        check_tensor("x", x, shape=shape, dims=dims, dtypes=(pool.dtype,), device=pool.device)
-        out = self._output(out, shape, dims)
-        self.backend.prefill_conv(pool, plan, index, x, out)
+        lead = {"tokens": plan.tokens}
+        ops.check_convolution(self.pool, lead, x)
+        out = ops.layer_output(self.pool, lead, out, ("channels",))
+        self.backend.prefill_conv(self.pool, plan, index, x, out)
         plan.layers_convolved.add(layer)
         return out
 
@@ -93,30 +86,12 @@ class ReplayPrefillWrapper:
             ``[bucket, window, ...]``.
         """
         plan, index = self._current("run"), self.pool.index(layer)
-        pool, spec = self.pool, self.pool.spec
-        names = [f.name for f in spec.input_fields]
-        if unknown := [n for n in inputs if n not in names]:
-            raise InputError(
-                f"inputs: got {', '.join(unknown)}; allowed {', '.join(names)} for {spec.family}; "
-                "rename or drop it"
-            )
-        ready = {}
-        for field in spec.input_fields:
-            value = inputs.get(field.name)
-            if value is None and field.optional:
-                continue
-            ready[field.name] = check_tensor(
-                field.name,
-                value,
-                shape=(plan.tokens, *(getattr(spec, d) for d in field.dims)),
-                dims=("tokens", *field.dims),
-                dtypes=(pool.dtype,) if field.kind == "activation" else GATE_DTYPES,
-                device=pool.device,
-                advice="pack the tokens of all sequences as cu_seqlens says",
-            )
-        sizes = tuple(getattr(spec, name) for name in spec.output_dims)
-        out = self._output(out, (plan.tokens, *sizes), ("tokens", *spec.output_dims))
-        self.backend.prefill(pool, plan, index, ready, out)
+        lead = {"tokens": plan.tokens}
+        ready = ops.check_inputs(
+            self.pool, lead, inputs, "pack the tokens of all sequences as cu_seqlens says"
+        )
+        out = ops.layer_output(self.pool, lead, out, self.pool.spec.output_dims)
+        self.backend.prefill(self.pool, plan, index, ready, out)
         plan.layers_run.add(layer)
         return out
 
@@ -158,14 +133,3 @@ class ReplayPrefillWrapper:
                 f"{action}: got no plan; allowed between plan and commit or abort; call plan first"
             )
         return self._plan
-
-    def _output(
-        self, out: torch.Tensor | None, shape: tuple[int, ...], dims: tuple[str, ...]
-    ) -> torch.Tensor:
-        pool = self.pool
-        if out is None:
-            return torch.empty(shape, dtype=pool.dtype, device=pool.device)
-        return check_tensor(
-            "out", out, shape=shape, dims=dims, dtypes=tuple({pool.dtype, torch.float32}),
-            device=pool.device, written=True,
-        )  # fmt: skip

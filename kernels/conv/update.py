@@ -78,7 +78,7 @@ def conv_update(
 ) -> None:
     """Launch over ``[batch, window, channels]`` with rings ``[slots, ring, channels]``."""
     batch, steps, channels = x.shape
-    block = min(config.block_d or 256, triton.next_power_of_2(channels))
+    block = min(config.rows or 256, triton.next_power_of_2(channels))
     blocks = triton.cdiv(channels, block)
     _conv_update_kernel[(batch * blocks,)](
         y, x, ring, weight, bias,
@@ -86,5 +86,5 @@ def conv_update(
         y.stride(0), y.stride(1), x.stride(0), x.stride(1), ring.stride(0), ring.stride(1),
         channels, ring.shape[1], blocks,
         WIDTH=weight.shape[1], WINDOW=steps, BLOCK_C=block, SILU=activation == "silu",
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps,
     )  # fmt: skip

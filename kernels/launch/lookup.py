@@ -11,12 +11,13 @@ from .config import LaunchConfig
 __all__ = ["lookup"]
 
 
-def lookup(op: str, spec: Any, fmt: str, batch: int, device: torch.device) -> LaunchConfig:
-    """The choice for `op` (``"readout"``, ``"fold"``, ``"conv"``) at a shape and batch bucket."""
+def lookup(op: str, spec: Any, fmt: str, batch: int, device: torch.device) -> LaunchConfig | None:
     if op == "conv":
-        return LaunchConfig(num_warps=4, block_d=512 if batch >= 16 else 256)
+        return LaunchConfig(num_warps=4, rows=512 if batch >= 16 else 256)
     if op == "fold":
-        return LaunchConfig(num_warps=4, programs_per_sm=4)
+        return LaunchConfig(num_warps=4, rows=32, programs_per_sm=5)
     if op == "prepass":
-        return LaunchConfig(num_warps=4)
-    return LaunchConfig(num_warps=4, heads_per_program=4, num_stages=3)
+        return LaunchConfig(num_warps=4, rows=8)
+    if op == "fused":
+        return LaunchConfig(num_warps=2, rows=16) if batch * spec.heads <= 2048 else None
+    return LaunchConfig(num_warps=1, rows=32)

@@ -45,7 +45,9 @@ def _fold_kernel(
     n, j = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_J)
     in_n = n < STATE
     count = tl.load(count_ptr)
-    for item in range(tl.program_id(0), count * num_layers * NUM_HEADS * BLOCKS, tl.num_programs(0)):
+    items = count * num_layers * NUM_HEADS * BLOCKS
+    item = tl.program_id(0)
+    while item < items:
         block = item % BLOCKS
         h = item // BLOCKS % NUM_HEADS
         f = item // (BLOCKS * NUM_HEADS) % count
@@ -100,6 +102,7 @@ def _fold_kernel(
             tl.store(out_low_ptr + at + tile, low, mask=in_tile)
         else:
             tl.store(out_ptr + at + tile, encode(state, out_ptr.dtype.element_ty), mask=in_tile)
+        item += tl.num_programs(0)
 
 
 def fold(

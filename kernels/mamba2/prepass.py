@@ -78,9 +78,9 @@ def _prepass_kernel(
     at_x = h[:, None] * stride_row_x_h + d[None, :]
     after = tl.zeros([BLOCK_H], tl.float32)  # d(last row of this block, t)
     total = dt
-    blocks = (history + BLOCK_J - 1) // BLOCK_J
-    for back in range(0, blocks):
-        row = (blocks - 1 - back) * BLOCK_J + j
+    start = tl.where(history > 0, (history - 1) // BLOCK_J * BLOCK_J, -1)
+    while start >= 0:
+        row = start + j
         live, more = row < history, row + 1 < history
         at = row_offset(table_ptr, row, live, stride_row_x_page, stride_row_x_row, PAGE_ROWS)
         x = tl.load(
@@ -107,6 +107,7 @@ def _prepass_kernel(
         replay += tl.sum(tl.trans(weight)[:, :, None] * x.to(tl.float32), axis=1)
         after += tl.sum(following, axis=0)
         total += tl.sum(own, axis=0)
+        start -= BLOCK_J
 
     out = b * (GROUPS * HEADS) + h
     tl.store(decay_ptr + out, tl.exp(rate * total), mask=in_h)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError, StaleHandleError
-from ..spec import GDNSpec, Mamba2Spec
+from ..spec import LayerSpec
 from .reference import causal_conv, recurrence
 
 
@@ -49,6 +49,7 @@ class DictModel:
 
     Examples
     --------
+    >>> from replayinfer.spec import Mamba2Spec
     >>> spec = Mamba2Spec(heads=2, dim=4, state=8, conv_width=0)
     >>> model = DictModel(spec, layers=[0])
     >>> model.bind(0, A=-torch.ones(2))
@@ -61,7 +62,7 @@ class DictModel:
 
     def __init__(
         self,
-        spec: Mamba2Spec | GDNSpec,
+        spec: LayerSpec,
         layers: list[int],
         dtype: torch.dtype = torch.float64,
     ) -> None:

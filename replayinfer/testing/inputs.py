@@ -6,7 +6,8 @@ the state forgets, in the weights and the inputs alike (pass the same to both):
 - ``"realistic"``: as models are initialised, steps of 1e-3 to 1e-1, decay rates of 1 to 16;
 - ``"near_one"``: decays within 1e-6 to 1e-3 of 1, so that an error made once stays;
 - ``"strong"``: a few tokens of memory, log decays of about -0.5 to -20;
-- ``"extreme"``: raw steps from -80 to 80, log decays from -0 over -1280 to beyond float32's exp.
+- ``"extreme"``: raw steps from -80 to 80, log decays from -0 over -1280 to beyond float32's exp (a
+  bounded gate: from 0 to its bound).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..spec import GDNSpec, LayerSpec, Mamba2Spec
+from ..spec import DeltaSpec, KDASpec, LayerSpec, Mamba2Spec
 from .gates import beta_value, l2_normalise, softplus, softplus_gate
 
 Gates = Literal["realistic", "near_one", "strong", "extreme"]
@@ -36,20 +37,20 @@ def mamba2_weights(
 
     Without ``dt_softplus`` there is no bias either: ``dt`` is then a step already.
     """
-    A_log, dt_bias = _decay_weights(spec.heads, generator, gates)
+    A_log, dt_bias = _log_rates(spec.heads, generator, gates), _biases(spec.heads, generator, gates)
     weights = {"A": -torch.exp(A_log), "D": _normal(generator, spec.heads)}
     if spec.dt_softplus:
         weights["dt_bias"] = dt_bias
     return weights | conv_weights(spec, generator)
 
 
-def gdn_weights(
-    spec: GDNSpec, generator: torch.Generator, gates: Gates = "realistic"
+def delta_weights(
+    spec: DeltaSpec, generator: torch.Generator, gates: Gates = "realistic"
 ) -> dict[str, Tensor]:
-    """Return what ``pool.bind`` takes for a GDN layer, float32: ``A_log``, ``dt_bias``, conv."""
+    """Return what ``pool.bind`` takes for a GDN or KDA layer, all of it in float32."""
     weights = {}
-    if spec.gate == "softplus":
-        weights["A_log"], weights["dt_bias"] = _decay_weights(spec.heads, generator, gates)
+    if spec.gate != "log":
+        weights["A_log"], weights["dt_bias"] = _gate_weights(spec, generator, gates)
     return weights | conv_weights(spec, generator)
 
 
@@ -79,8 +80,7 @@ def mamba2_inputs(
     heads, lead = spec.heads, (batch, tokens)
     dt = _raw_steps(generator, (*lead, heads), gates)
     if not spec.dt_softplus:
-        _, dt_bias = _decay_weights(heads, generator, gates)
-        dt = softplus(dt + dt_bias)
+        dt = softplus(dt + _biases(heads, generator, gates))
     inputs = {
         "x": _normal(generator, *lead, heads, spec.dim),
         "dt": dt,
@@ -92,15 +92,15 @@ def mamba2_inputs(
     return {name: tensor.to(dtype) for name, tensor in inputs.items()}
 
 
-def gdn_inputs(
-    spec: GDNSpec,
+def delta_inputs(
+    spec: DeltaSpec,
     tokens: int,
     batch: int,
     dtype: torch.dtype,
     generator: torch.Generator,
     gates: Gates = "realistic",
 ) -> dict[str, Tensor]:
-    """Return what ``wrapper.run`` takes for a GDN layer, each ``[batch, tokens, ...]``.
+    """Return what ``wrapper.run`` takes for a GDN or KDA layer, each ``[batch, tokens, ...]``.
 
     ``q``, ``k``, ``v`` are normal, in ``dtype``; where the spec does not normalise, ``q`` and ``k``
     have norms just below 1, since longer keys make the delta rule grow without bound. ``a`` and
@@ -113,12 +113,13 @@ def gdn_inputs(
     inputs = {"q": q, "k": k, "v": _normal(generator, *lead, spec.heads, spec.dim)}
     inputs = {name: tensor.to(dtype) for name, tensor in inputs.items()}
 
-    a = _raw_steps(generator, (*lead, spec.heads), gates)
-    if spec.gate == "softplus":
-        inputs["a"] = a.to(dtype)
+    shape = _gate_shape(spec)
+    a = _raw_steps(generator, (*lead, math.prod(shape)), gates).reshape(*lead, *shape)
+    if spec.gate == "log":
+        A_log, dt_bias = _gate_weights(spec, generator, gates)
+        inputs["g"] = softplus_gate(a, A_log.reshape(-1, *[1] * (len(shape) - 1)), dt_bias)
     else:
-        A_log, dt_bias = _decay_weights(spec.heads, generator, gates)
-        inputs["g"] = softplus_gate(a, A_log, dt_bias)
+        inputs["a"] = a.to(dtype)
 
     b = _normal(generator, *lead, spec.heads)
     if gates == "extreme":
@@ -142,10 +143,10 @@ def initial_states(spec: LayerSpec, batch: int, generator: torch.Generator) -> T
 def layer_weights(
     spec: LayerSpec, generator: torch.Generator, gates: Gates = "realistic"
 ) -> dict[str, Tensor]:
-    """Return the weights of a layer of either family."""
+    """Return the weights of a layer of any family."""
     if isinstance(spec, Mamba2Spec):
         return mamba2_weights(spec, generator, gates)
-    return gdn_weights(_as_gdn(spec), generator, gates)
+    return delta_weights(_as_delta(spec), generator, gates)
 
 
 def layer_inputs(
@@ -156,10 +157,10 @@ def layer_inputs(
     generator: torch.Generator,
     gates: Gates = "realistic",
 ) -> dict[str, Tensor]:
-    """Return the inputs of a layer of either family."""
+    """Return the inputs of a layer of any family."""
     if isinstance(spec, Mamba2Spec):
         return mamba2_inputs(spec, tokens, batch, dtype, generator, gates)
-    return gdn_inputs(_as_gdn(spec), tokens, batch, dtype, generator, gates)
+    return delta_inputs(_as_delta(spec), tokens, batch, dtype, generator, gates)
 
 
 def split_channels(spec: LayerSpec, rows: Tensor) -> dict[str, Tensor]:
@@ -171,7 +172,7 @@ def split_channels(spec: LayerSpec, rows: Tensor) -> dict[str, Tensor]:
             "C": (spec.groups, spec.state),
         }
     else:
-        key = (_as_gdn(spec).key_heads, spec.state)
+        key = (_as_delta(spec).key_heads, spec.state)
         shapes = {"q": key, "k": key, "v": (spec.heads, spec.dim)}
     parts = torch.split(rows, [math.prod(shape) for shape in shapes.values()], dim=-1)
     return {
@@ -180,26 +181,48 @@ def split_channels(spec: LayerSpec, rows: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _as_gdn(spec: LayerSpec) -> GDNSpec:
-    if not isinstance(spec, GDNSpec):
-        raise TypeError(f"spec: got {type(spec).__name__}; allowed Mamba2Spec or GDNSpec")
+def _as_delta(spec: LayerSpec) -> DeltaSpec:
+    if not isinstance(spec, DeltaSpec):
+        raise TypeError(f"spec: got {type(spec).__name__}; allowed Mamba2Spec, GDNSpec, KDASpec")
     return spec
 
 
-def _decay_weights(heads: int, generator: torch.Generator, gates: Gates) -> tuple[Tensor, Tensor]:
-    """Return ``A_log`` and ``dt_bias``, [heads]."""
-    device = generator.device
+def _gate_shape(spec: DeltaSpec) -> tuple[int, ...]:
+    return (spec.heads, spec.state) if isinstance(spec, KDASpec) else (spec.heads,)
+
+
+def _gate_weights(
+    spec: DeltaSpec, generator: torch.Generator, gates: Gates
+) -> tuple[Tensor, Tensor]:
+    """Return ``A_log`` [heads] and ``dt_bias``, [heads] or [heads, state]."""
+    shape = _gate_shape(spec)
+    count = math.prod(shape)
+    if not isinstance(spec, KDASpec) or spec.gate != "bounded" or gates == "extreme":
+        A_log = _log_rates(spec.heads, generator, gates)
+        return A_log, _biases(count, generator, gates).reshape(shape)
+    # Here exp(A_log) is a slope; the bias alone says how large the decay is.
+    decays = {"realistic": (1e-3, 0.5), "near_one": (1e-6, 1e-3), "strong": (0.5, 0.8)}[gates]
+    low, high = (min(decay, 0.8 * -spec.lower_bound) for decay in decays)
+    part = _log_uniform(generator, count, low, high).reshape(shape) / -spec.lower_bound
+    slope = _log_uniform(generator, spec.heads, 0.5, 1.5)
+    return torch.log(slope), torch.logit(part) / slope[:, None]
+
+
+def _log_rates(heads: int, generator: torch.Generator, gates: Gates) -> Tensor:
+    """Return ``A_log``, [heads]: the log of the decay per unit step."""
     if gates == "extreme":
-        A_log = torch.tensor([EDGE_A_LOGS[h % len(EDGE_A_LOGS)] for h in range(heads)])
-        return A_log.to(device), torch.zeros(heads, device=device)  # raw steps reach +-80 as drawn
-    decay, step = {
-        "realistic": ((1.0, 16.0), (1e-3, 1e-1)),
-        "near_one": ((0.01, 0.1), (1e-4, 1e-2)),
-        "strong": ((1.0, 16.0), (0.5, 1.25)),
-    }[gates]
-    A = _log_uniform(generator, heads, *decay)
-    dt = _log_uniform(generator, heads, *step)
-    return torch.log(A), torch.log(torch.expm1(dt))  # softplus(dt_bias) = dt
+        rates = [EDGE_A_LOGS[h % len(EDGE_A_LOGS)] for h in range(heads)]
+        return torch.tensor(rates, device=generator.device)
+    low, high = (0.01, 0.1) if gates == "near_one" else (1.0, 16.0)
+    return torch.log(_log_uniform(generator, heads, low, high))
+
+
+def _biases(count: int, generator: torch.Generator, gates: Gates) -> Tensor:
+    """Return ``dt_bias``, [count], such that softplus of it is the step."""
+    if gates == "extreme":
+        return torch.zeros(count, device=generator.device)  # raw steps reach +-80 as drawn
+    steps = {"realistic": (1e-3, 1e-1), "near_one": (1e-4, 1e-2), "strong": (0.5, 1.25)}[gates]
+    return torch.log(torch.expm1(_log_uniform(generator, count, *steps)))
 
 
 def _raw_steps(generator: torch.Generator, shape: tuple[int, int, int], gates: Gates) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec import GDNSpec, Mamba2Spec
+from ..spec import DeltaSpec, KDASpec, LayerSpec, Mamba2Spec
 from .delta_rule import gdn_recurrence, kda_recurrence
 from .gates import mamba2_step
 
@@ -138,7 +138,7 @@ def causal_conv(
 
 
 def recurrence(
-    spec: Mamba2Spec | GDNSpec,
+    spec: LayerSpec,
     state0: Tensor,
     inputs: Mapping[str, Tensor],
     weights: Mapping[str, Tensor | None],
@@ -151,7 +151,7 @@ def recurrence(
 
     Parameters
     ----------
-    spec : the layer
+    spec : the layer, of any family
     state0 : [..., heads, dim, state]
     inputs : the keywords of ``wrapper.run``: ``x, dt, B, C`` and perhaps ``z``; or ``q, k, v, b``
         and ``a`` or ``g``; each ``[..., tokens, ...]``
@@ -170,14 +170,18 @@ def recurrence(
         return mamba2_recurrence(
             state0, dt_softplus=spec.dt_softplus, dt_limit=spec.dt_limit, **call, **numeric
         )
-    delta: dict[str, Any] = {**inputs, **used}
-    return gdn_recurrence(
-        state0,
-        gate=spec.gate,
-        beta_rule=spec.beta,
-        norm=spec.norm,
-        norm_eps=spec.norm_eps,
-        scale=spec.scale,
-        **delta,
+    if not isinstance(spec, DeltaSpec):
+        raise TypeError(f"spec: got {type(spec).__name__}; allowed Mamba2Spec, GDNSpec, KDASpec")
+    delta: dict[str, Any] = {
+        **inputs,
+        **used,
         **numeric,
-    )
+        "gate": spec.gate,
+        "beta_rule": spec.beta,
+        "norm": spec.norm,
+        "norm_eps": spec.norm_eps,
+        "scale": spec.scale,
+    }
+    if isinstance(spec, KDASpec):
+        return kda_recurrence(state0, lower_bound=spec.lower_bound, **delta)
+    return gdn_recurrence(state0, **delta)

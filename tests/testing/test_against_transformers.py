@@ -10,8 +10,8 @@ from replayinfer.spec import GDNSpec, Mamba2Spec
 from replayinfer.testing import (
     assert_within_budget,
     causal_conv,
-    gdn_inputs,
-    gdn_weights,
+    delta_inputs,
+    delta_weights,
     initial_states,
     kda_recurrence,
     mamba2_inputs,
@@ -99,8 +99,8 @@ def test_mamba2_chunk_scan(chunk, limit, rng):
 @pytest.mark.parametrize("gates", ["realistic", "near_one", "strong", "extreme"])
 def test_gated_delta_rule(gates, rng):
     rule = model_function("qwen3_next", "torch_recurrent_gated_delta_rule")
-    w = gdn_weights(GDN, rng, gates)
-    inputs = gdn_inputs(GDN, TOKENS, 2, torch.float32, rng, gates)
+    w = delta_weights(GDN, rng, gates)
+    inputs = delta_inputs(GDN, TOKENS, 2, torch.float32, rng, gates)
     S0 = initial_states(GDN, 2, rng)
     (y, final), (y32, final32) = both_references(GDN, S0, inputs, w)
     theirs, theirs_state = rule(

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from replayinfer.spec import GDNSpec
+from replayinfer.spec import GDNSpec, KDASpec
 from replayinfer.testing import (
-    gdn_inputs,
+    delta_inputs,
+    delta_weights,
     gdn_recurrence,
-    gdn_weights,
     initial_states,
     kda_recurrence,
     recurrence,
@@ -64,8 +64,8 @@ def matrix_product(S0, q, k, v, log_decay, beta, scale):
 )
 def test_gdn_equals_the_matrix_product(gates, change, rng):
     spec = GDNSpec(**{**BASE, **change})
-    weights = gdn_weights(spec, rng, gates)
-    inputs = {n: t[0] for n, t in gdn_inputs(spec, TOKENS, 1, torch.float32, rng, gates).items()}
+    weights = delta_weights(spec, rng, gates)
+    inputs = {n: t[0] for n, t in delta_inputs(spec, TOKENS, 1, torch.float32, rng, gates).items()}
     S0 = initial_states(spec, 1, rng)[0]
     y, final = recurrence(spec, S0, inputs, weights)
 
@@ -132,7 +132,7 @@ def test_kda_with_equal_channels_is_gdn(rng):
 def test_the_corrected_value_replays_linearly(rng):
     """u from the triangular system of DESIGN section 2 rebuilds the final state from S0."""
     spec = GDNSpec(heads=1, key_heads=1, dim=4, state=6, gate="log", beta="given", norm="none")
-    inputs = {n: t[0] for n, t in gdn_inputs(spec, TOKENS, 1, torch.float64, rng).items()}
+    inputs = {n: t[0] for n, t in delta_inputs(spec, TOKENS, 1, torch.float64, rng).items()}
     S0 = initial_states(spec, 1, rng)[0].double()
     _, final = recurrence(spec, S0, inputs, {})
     k, v = inputs["k"][:, 0], inputs["v"][:, 0]
@@ -152,8 +152,8 @@ def test_the_corrected_value_replays_linearly(rng):
 
 def test_batch_axes_trace_and_beta_itself(rng):
     spec = GDNSpec(**BASE)
-    weights = gdn_weights(spec, rng)
-    inputs = gdn_inputs(spec, TOKENS, 3, torch.float32, rng)
+    weights = delta_weights(spec, rng)
+    inputs = delta_inputs(spec, TOKENS, 3, torch.float32, rng)
     S0 = initial_states(spec, 3, rng)
     trace = []
     y, final = recurrence(spec, S0, inputs, weights, trace=trace)
@@ -173,8 +173,10 @@ def test_batch_axes_trace_and_beta_itself(rng):
 def test_errors_of_the_standard_formats_are_those_of_the_design(rng):
     """DESIGN: after 2,048 tokens plain fp32 has 5e-7, a bf16 state written every token 2e-2."""
     spec = GDNSpec(heads=1, key_heads=1, dim=128, state=128)
-    weights = gdn_weights(spec, rng, "near_one")
-    inputs = {n: t[0] for n, t in gdn_inputs(spec, 2048, 1, torch.float32, rng, "near_one").items()}
+    weights = delta_weights(spec, rng, "near_one")
+    inputs = {
+        n: t[0] for n, t in delta_inputs(spec, 2048, 1, torch.float32, rng, "near_one").items()
+    }
     S0 = torch.zeros(spec.state_shape)
     _, exact = recurrence(spec, S0, inputs, weights)
     _, fp32 = recurrence(spec, S0, inputs, weights, torch.float32)
@@ -202,3 +204,17 @@ def test_wrong_variants_are_refused(call, message):
     q = torch.zeros(1, 1, 2)
     with pytest.raises(ValueError, match=message):
         gdn_recurrence(torch.zeros(1, 2, 2), q, q, q, **call)
+
+
+@pytest.mark.parametrize("gate", ["softplus", "bounded", "log"])
+def test_recurrence_passes_a_kda_spec_on(gate, rng):
+    spec = KDASpec(**BASE, gate=gate, lower_bound=-3.0, beta="sigmoid2", norm_eps=1e-2, scale=0.7)
+    weights = delta_weights(spec, rng)
+    inputs = {n: t[0] for n, t in delta_inputs(spec, TOKENS, 1, torch.float32, rng).items()}
+    S0 = initial_states(spec, 1, rng)[0]
+    got = recurrence(spec, S0, inputs, weights)
+    used = {n: w for n, w in weights.items() if not n.startswith("conv_")}
+    options = {"beta_rule": "sigmoid2", "norm_eps": 1e-2, "scale": 0.7, "lower_bound": -3.0}
+    want = kda_recurrence(S0, gate=gate, **options, **inputs, **used)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])

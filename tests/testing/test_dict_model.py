@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from replayinfer.errors import InputError, StaleHandleError
-from replayinfer.spec import GDNSpec, Mamba2Spec
+from replayinfer.spec import GDNSpec, KDASpec, Mamba2Spec
 from replayinfer.testing import (
     DictModel,
     causal_conv,
@@ -22,6 +22,7 @@ from replayinfer.testing import (
 SPECS = [
     Mamba2Spec(heads=2, dim=3, state=4),
     GDNSpec(heads=2, key_heads=1, dim=3, state=4),
+    KDASpec(heads=2, key_heads=1, dim=3, state=4, gate="bounded"),
 ]
 LAYERS = [1, 4]
 
@@ -65,7 +66,7 @@ class Session:
         assert self.model.committed(seq) == len(tokens)
 
 
-@pytest.fixture(params=SPECS, ids=["mamba2", "gdn"])
+@pytest.fixture(params=SPECS, ids=["mamba2", "gdn", "kda"])
 def session(request, rng):
     return Session(request.param, rng)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from replayinfer.spec import GDNSpec, Mamba2Spec
+from replayinfer.spec import GDNSpec, KDASpec, Mamba2Spec
 from replayinfer.testing import (
     conv_inputs,
     initial_states,
@@ -13,7 +13,7 @@ from replayinfer.testing import (
     recurrence,
     split_channels,
 )
-from replayinfer.testing.gates import mamba2_step, softplus_gate
+from replayinfer.testing.gates import bounded_gate, mamba2_step, softplus_gate
 
 SPECS = [
     Mamba2Spec(heads=6, dim=4, state=8, groups=2),
@@ -21,6 +21,9 @@ SPECS = [
     GDNSpec(heads=6, dim=4, state=8, key_heads=2),
     GDNSpec(heads=6, dim=4, state=8, key_heads=3, gate="log", beta="given", norm="none"),
     GDNSpec(heads=6, dim=4, state=8, key_heads=1, beta="sigmoid2", conv_width=2),
+    KDASpec(heads=6, dim=4, state=8, key_heads=3),
+    KDASpec(heads=6, dim=4, state=8, key_heads=6, gate="log"),
+    KDASpec(heads=6, dim=4, state=8, key_heads=6, gate="bounded"),
 ]
 NAMES = [f"{spec.family}-{i}" for i, spec in enumerate(SPECS)]
 
@@ -35,7 +38,12 @@ def log_decays(spec, rng, gates, tokens=64):
         return weights["A"].double() * dt
     if spec.gate == "log":
         return inputs["g"].double()
-    return softplus_gate(inputs["a"].double(), weights["A_log"].double(), weights["dt_bias"])
+    a, A_log, bias = (t.double() for t in (inputs["a"], weights["A_log"], weights["dt_bias"]))
+    if isinstance(spec, KDASpec):
+        A_log = A_log[:, None]
+    if spec.gate == "bounded":
+        return bounded_gate(a, A_log, bias, lower_bound=spec.lower_bound)
+    return softplus_gate(a, A_log, bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -78,6 +86,10 @@ def test_gates_reach_what_they_promise(spec, rng):
     assert strong.min() > -30
     assert strong.max() < -0.2
     extreme = log_decays(spec, rng, "extreme")
+    if isinstance(spec, KDASpec) and spec.gate == "bounded":
+        assert extreme.min() == spec.lower_bound
+        assert extreme.max() > -1e-30
+        return
     assert torch.isclose(extreme, torch.tensor(-1280.0, dtype=torch.float64)).any()
     assert extreme.min() < -1e9
     assert extreme.max() > -1e-40
@@ -92,7 +104,7 @@ def test_extreme_steps_reach_both_ends_as_given(rng):
     assert (layer_weights(spec, rng, "extreme")["dt_bias"] == 0).all()
 
 
-@pytest.mark.parametrize("spec", [SPECS[0], SPECS[2]], ids=["mamba2", "gdn"])
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[2], SPECS[5]], ids=["mamba2", "gdn", "kda"])
 def test_split_channels(spec, rng):
     rows = conv_inputs(spec, 5, 2, torch.float32, rng)
     parts = split_channels(spec, rows)

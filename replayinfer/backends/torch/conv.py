@@ -6,6 +6,7 @@ import torch
 
 from ...planner import Plan
 from ...pools import StatePool
+from .gates import silu
 from .rows import Window
 
 __all__ = ["conv_update"]
@@ -34,4 +35,4 @@ def conv_update(
     y = pool.weights["conv_bias"][layer].expand(new.shape)
     for i in range(taps + 1):
         y = y + weight[:, i] * line[sequence, window.taps[:, :, i]]
-    return torch.nn.functional.silu(y) if pool.spec.conv_activation == "silu" else y
+    return silu(y) if pool.spec.conv_activation == "silu" else y

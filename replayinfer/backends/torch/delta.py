@@ -18,7 +18,16 @@ from ...pools import StatePool
 from ...spec import DeltaSpec
 from .gates import beta as beta_rule
 from .gates import log_decay, norm_scale
-from .rows import Rows, Window, gather_rows, pairwise_sums, suffix_sums
+from .rows import (
+    Rows,
+    Window,
+    apply_state,
+    gather_rows,
+    outer_sum,
+    pairwise_sums,
+    suffix_sums,
+    weighted_sum,
+)
 
 __all__ = ["advance", "prefill_chunk", "readout"]
 
@@ -120,23 +129,22 @@ def _attend(
 
     def before_window(x: torch.Tensor) -> torch.Tensor:
         """``S x`` at each token without the window's own rows: ``[n, t, h, v]``."""
-        read = torch.einsum("nhvk,nthk->nthv", state, whole * x)
+        read = apply_state(state, whole * x)
         if past is None:
             return read
-        return read + torch.einsum("ntjh,njhv->nthv", _scores(past_k, x, reach), past["u"])
+        return read + weighted_sum(_scores(past_k, x, reach), past["u"])
 
     b = tokens["beta"]
     overlap = _scores(k, k, pair) * allowed[..., None]
     u = _substitute(b[..., None] * (tokens["v"] - before_window(k)), b, overlap)
     reads = _scores(k, q, pair) * allowed[..., None]
-    return before_window(q) + torch.einsum("ntsh,nshv->nthv", reads, u), u
+    return before_window(q) + weighted_sum(reads, u), u
 
 
 def _absorb(state: torch.Tensor, k: torch.Tensor, g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """The state after rows with keys ``[n, j, h, k]``, gates and corrected values."""
     after, total = suffix_sums(g)
-    update = torch.einsum("njhv,njhk->nhvk", u, torch.exp(after) * k)
-    return torch.exp(total)[:, :, None] * state + update
+    return torch.exp(total)[:, :, None] * state + outer_sum(u, torch.exp(after) * k)
 
 
 def _solve(
@@ -144,7 +152,7 @@ def _solve(
 ) -> torch.Tensor:
     """``(I + A) u = b (v - S0 e^{g(0,.)} k)`` over a fold's rows, ``[n, rows, heads, dim]``."""
     pair, since = pairwise_sums(g)
-    seen = torch.einsum("nhvk,njhk->njhv", state, torch.exp(since) * k)
+    seen = apply_state(state, torch.exp(since) * k)
     return _substitute(b[..., None] * (v - seen), b, _scores(k, k, pair))
 
 
@@ -152,7 +160,7 @@ def _substitute(rhs: torch.Tensor, b: torch.Tensor, overlap: torch.Tensor) -> to
     """Solve ``u_t + b_t sum_{s < t} overlap_ts u_s = rhs_t`` from the first row down."""
     u = torch.zeros_like(rhs)
     for t in range(rhs.shape[1]):
-        known = torch.einsum("nsh,nshv->nhv", overlap[:, t, :t], u[:, :t])
+        known = (overlap[:, t, :t, :, None] * u[:, :t]).sum(1)
         u[:, t] = rhs[:, t] - b[:, t, :, None] * known
     return u
 
@@ -160,8 +168,8 @@ def _substitute(rhs: torch.Tensor, b: torch.Tensor, overlap: torch.Tensor) -> to
 def _scores(keys: torch.Tensor, x: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
     """``k_s . e^{g(s,t)} x_t`` per head, ``[n, t, s, h]``, from gates ``[n, t, s, h, 1 or k]``."""
     if gates.shape[-1] == 1:
-        return torch.einsum("nshk,nthk->ntsh", keys, x) * torch.exp(gates[..., 0])
-    return torch.einsum("nshk,ntshk,nthk->ntsh", keys, torch.exp(gates), x)
+        return (keys[:, None] * x[:, :, None]).sum(-1) * torch.exp(gates[..., 0])
+    return (torch.exp(gates) * keys[:, None] * x[:, :, None]).sum(-1)
 
 
 def _keys(rows: Mapping[str, torch.Tensor]) -> torch.Tensor:

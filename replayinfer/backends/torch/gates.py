@@ -8,7 +8,20 @@ import torch
 
 from ...spec import DeltaSpec, KDASpec, Mamba2Spec
 
-__all__ = ["beta", "log_decay", "norm_scale", "softplus", "step_sizes"]
+__all__ = ["beta", "log_decay", "norm_scale", "sigmoid", "silu", "softplus", "step_sizes"]
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """``1 / (1 + e^-x)``: one formula, so that an element has the same bits wherever it lies.
+
+    On a CPU `torch.sigmoid` computes the last elements of a tensor by another routine.
+    """
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """``x sigmoid(x)``."""
+    return x * sigmoid(x)
 
 
 def softplus(x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +59,7 @@ def log_decay(
     # The rate is kept finite: infinity times a softplus that underflowed to 0 would be NaN.
     rate = rate.clamp_max(torch.finfo(torch.float32).max)
     if isinstance(spec, KDASpec) and spec.gate == "bounded":
-        return spec.lower_bound * torch.sigmoid(rate * a)
+        return spec.lower_bound * sigmoid(rate * a)
     return -rate * softplus(a)
 
 
@@ -55,7 +68,7 @@ def beta(spec: DeltaSpec, b: torch.Tensor) -> torch.Tensor:
     b = b.float()
     if spec.beta == "given":
         return b
-    return torch.sigmoid(b) * (2.0 if spec.beta == "sigmoid2" else 1.0)
+    return sigmoid(b) * (2.0 if spec.beta == "sigmoid2" else 1.0)
 
 
 def norm_scale(x: torch.Tensor, eps: float) -> torch.Tensor:

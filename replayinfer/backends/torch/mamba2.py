@@ -13,8 +13,17 @@ import torch
 
 from ...pools import StatePool
 from ...spec import Mamba2Spec
-from .gates import step_sizes
-from .rows import Rows, Window, gather_rows, pairwise_sums, suffix_sums
+from .gates import silu, step_sizes
+from .rows import (
+    Rows,
+    Window,
+    apply_state,
+    gather_rows,
+    outer_sum,
+    pairwise_sums,
+    suffix_sums,
+    weighted_sum,
+)
 
 __all__ = ["advance", "prefill_chunk", "readout"]
 
@@ -91,17 +100,17 @@ def _attend(
     x, b, c, dt = (tokens[name] for name in ("x", "B", "C", "dt"))
     pair, since = pairwise_sums(dt, allowed)  # inside the window, and from its start
     inside = torch.exp(rate * pair) * dt[:, None] * allowed[..., None]
-    y = torch.einsum("ntjh,njhd->nthd", inside * _scores(spec, b, c), x)
+    y = weighted_sum(inside * _scores(spec, b, c), x)
     whole = since
     if past is not None:
         after, total = suffix_sums(past["dt"])  # to the end of the history
         reach = torch.exp(rate * (after[:, None] + since[:, :, None])) * past["dt"][:, None]
-        y = y + torch.einsum("ntjh,njhd->nthd", reach * _scores(spec, past["B"], c), past["x"])
+        y = y + weighted_sum(reach * _scores(spec, past["B"], c), past["x"])
         whole = total[:, None] + since
-    from_state = torch.einsum("nhds,nths->nthd", state, _to_heads(spec, c, axis=2))
+    from_state = apply_state(state, _to_heads(spec, c, axis=2))
     y = y + torch.exp(rate * whole)[..., None] * from_state
     y = y + pool.weights["D"][layer][:, None] * x
-    return y * torch.nn.functional.silu(tokens["z"]) if "z" in tokens else y
+    return y * silu(tokens["z"]) if "z" in tokens else y
 
 
 def _absorb(spec: Mamba2Spec, rate: torch.Tensor, state: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -111,13 +120,13 @@ def _absorb(spec: Mamba2Spec, rate: torch.Tensor, state: torch.Tensor, rows: Row
     """
     after, total = suffix_sums(rows["dt"])  # [n, j, h], [n, h]
     x = (torch.exp(rate * after) * rows["dt"])[..., None] * rows["x"]
-    update = torch.einsum("njhd,njhs->nhds", x, _to_heads(spec, rows["B"], axis=2))
+    update = outer_sum(x, _to_heads(spec, rows["B"], axis=2))
     return torch.exp(rate * total)[..., None, None] * state + update
 
 
 def _scores(spec: Mamba2Spec, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """``B_j . C_t`` per head: ``[n, t, j, heads]``."""
-    return _to_heads(spec, torch.einsum("njgs,ntgs->ntjg", b, c), axis=3)
+    return _to_heads(spec, (b[:, None] * c[:, :, None]).sum(-1), axis=3)
 
 
 def _to_heads(spec: Mamba2Spec, per_group: torch.Tensor, *, axis: int) -> torch.Tensor:

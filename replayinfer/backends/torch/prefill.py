@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from ...pools import StatePool
+from .gates import silu
 
 __all__ = ["prefill_conv_one", "prefill_one"]
 
@@ -43,6 +44,6 @@ def prefill_conv_one(
     for i in range(pool.spec.conv_width):
         y = y + weight[:, i] * line[i : i + x.shape[0]].float()
     if pool.spec.conv_activation == "silu":
-        y = torch.nn.functional.silu(y)
+        y = silu(y)
     out.copy_(y)
     return line[line.shape[0] - pool.conv.taps :]

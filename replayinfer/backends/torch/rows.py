@@ -1,4 +1,9 @@
-"""Rows in and out of pages, and sums of gates over segments of rows."""
+"""Rows in and out of pages, sums of gates over segments of rows, and sums of products.
+
+No matrix product is used. A library chooses its order of summation by the size of the whole
+product, and the bits of a sequence must not depend on who shares its batch. Here every product is
+formed by itself and summed over one axis, in an order that depends on that axis alone.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,17 @@ from ...planner import Plan
 from ...planner.trees import ancestors, convolution_sources
 from ...pools import StatePool
 
-__all__ = ["Rows", "Window", "compact_rows", "gather_rows", "pairwise_sums", "suffix_sums"]
+__all__ = [
+    "Rows",
+    "Window",
+    "apply_state",
+    "compact_rows",
+    "gather_rows",
+    "outer_sum",
+    "pairwise_sums",
+    "suffix_sums",
+    "weighted_sum",
+]
 
 Rows = dict[str, torch.Tensor]
 """Fields of rows or tokens by name, float32 ``[n, rows, ...]``."""
@@ -63,6 +78,24 @@ def pairwise_sums(
     inclusive = masked.flip(2).cumsum(2).flip(2)
     after = torch.cat([inclusive[:, :, 1:], torch.zeros_like(inclusive[:, :, :1])], dim=2)
     return after, inclusive[:, :, 0]
+
+
+def apply_state(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """``S x_t`` for every token: ``[n, t, h, d]`` from ``[n, h, d, s]`` and ``[n, t, h, s]``."""
+    return torch.stack([(state * x_t[:, :, None]).sum(-1) for x_t in x.unbind(1)], dim=1)
+
+
+def weighted_sum(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``sum_j w_tj x_j``: ``[n, t, h, d]`` from ``[n, t, j, h]`` and ``[n, j, h, d]``."""
+    return (weights[..., None] * rows[:, None]).sum(2)
+
+
+def outer_sum(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``sum_j x_j b_j^T``: ``[n, h, d, s]`` from ``[n, j, h, d]`` and ``[n, j, h, s]``."""
+    total = x[:, 0, :, :, None] * b[:, 0, :, None]
+    for j in range(1, x.shape[1]):
+        total += x[:, j, :, :, None] * b[:, j, :, None]
+    return total
 
 
 @dataclass(frozen=True)

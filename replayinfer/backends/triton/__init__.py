@@ -78,22 +78,42 @@ class TritonBackend:
         inputs: Mapping[str, torch.Tensor],
         out: torch.Tensor,
     ) -> None:
-        from replayinfer.kernels.launch.lookup import lookup, use_fused
+        from replayinfer.kernels.launch.lookup import lookup
         from replayinfer.kernels.mamba2.fused import fused
         from replayinfer.kernels.mamba2.prepass import prepass
         from replayinfer.kernels.mamba2.readout import readout
 
         spec: Any = pool.spec
         arrays, weights, rows = plan.arrays, pool.weights, pool.inputs.fields
-        token = {name: value[:, 0] for name, value in inputs.items()}
-        inputs_of_rows = (
-            token["dt"], token["B"], token["C"],
-            weights["A"][layer], weights["D"][layer], weights["dt_bias"][layer],
-            rows["x"][layer], rows["B"][layer], rows["dt"][layer],
-        )  # fmt: skip
+        y, plane = out[:, 0], pool.checkpoints.plane[layer]
+        x, dt, b, c = (inputs[name][:, 0] for name in ("x", "dt", "B", "C"))
+        z = inputs["z"][:, 0] if "z" in inputs else None
+        a, d_skip, dt_bias = (weights[name][layer] for name in ("A", "D", "dt_bias"))
+        row_x, row_b, row_dt = (rows[name][layer] for name in ("x", "B", "dt"))
+        gate = {"dt_limit": spec.dt_limit, "dt_softplus": spec.dt_softplus}
+        pdl = _has_pdl(pool.device)
 
         def config(op: str) -> Any:
             return lookup(op, spec, pool.format.name, plan.bucket, pool.device)
+
+        if (whole := config("fused")) is not None:
+            fused(
+                y, plane, x, dt, b, c, z, a, d_skip, dt_bias, row_x, row_b, row_dt,
+                arrays.page, arrays.history, arrays.window, arrays.table,
+                capacity=pool.capacity, **gate, pdl=pdl, config=whole,
+            )  # fmt: skip
+            return
+        replay, decay = self._workspace(pool, plan.bucket)
+        prepass(
+            replay, decay, x, dt, b, c, a, d_skip, dt_bias, row_x, row_b, row_dt,
+            arrays.history, arrays.window, arrays.table,
+            **gate, pdl=pdl, config=config("prepass"),
+        )  # fmt: skip
+        readout(
+            y, plane, replay, decay, c, z, arrays.page, arrays.window,
+            pdl=pdl, config=config("readout"),
+        )  # fmt: skip
+
     def materialize(
         self, pool: StatePool, layer: int, page: int, table: list[int], rows: int
     ) -> torch.Tensor:
@@ -109,13 +129,12 @@ class TritonBackend:
 
     def _workspace(self, pool: StatePool, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a prepass hands to its readout; one per bucket, at an address that never moves."""
-        rows = max(16, 1 << (pool.capacity - 1).bit_length())
-        key = (pool.device, bucket, pool.spec.heads, rows)
+        spec: Any = pool.spec
+        key = (pool.device, bucket, spec.heads, spec.dim)
         if key not in self._workspaces:
-            shape = (bucket, pool.spec.heads)
             self._workspaces[key] = (
-                torch.empty((*shape, rows), device=pool.device),
-                torch.empty((*shape, 2), device=pool.device),
+                torch.empty((bucket, spec.heads, spec.dim), device=pool.device),
+                torch.empty((bucket, spec.heads), device=pool.device),
             )
         return self._workspaces[key]
 
