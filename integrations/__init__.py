@@ -1,1 +1,1 @@
-"""Bridges from other libraries to `replayinfer`; each is its own extra and imports its peer lazily."""
+"""Bridges from other libraries to `replayinfer`: each an extra, each importing its peer lazily."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .pools import CapacityReport, SequenceId, SequenceSnapshot, StatePool
     from .prefill import ReplayPrefillWrapper
     from .spec import GDNSpec, KDASpec, LayerSpec, Mamba2Spec
+    from .spec.hf import ModelLayers, read_config
     from .wrapper import ReplayDecodeWrapper
 
 _MODULES = {
@@ -50,6 +51,7 @@ _MODULES = {
     "planner": ("HostPlanner", "Plan"),
     "pools": ("CapacityReport", "SequenceId", "SequenceSnapshot", "StatePool"),
     "spec": ("GDNSpec", "KDASpec", "LayerSpec", "Mamba2Spec"),
+    "spec.hf": ("ModelLayers", "read_config"),
     "wrapper": ("ReplayDecodeWrapper",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -67,6 +69,7 @@ __all__ = [
     "KDASpec",
     "LayerSpec",
     "Mamba2Spec",
+    "ModelLayers",
     "NonFiniteStateError",
     "Plan",
     "PlanError",
@@ -83,6 +86,7 @@ __all__ = [
     "backends",
     "materialize",
     "ops",
+    "read_config",
 ]
 
 

@@ -32,7 +32,7 @@ CORE = (
     {"planner"},
     {"backends"},
     {"ops"},
-    {"wrapper"},
+    {"wrapper", "prefill"},
     {"speculation"},
 )
 

@@ -5,10 +5,10 @@ Two ways in:
 * `ReplayCache` is a `transformers` cache: pass it to ``model.generate`` or ``model(...)``.
 * `ReplayEngine` serves many sequences with one model: prefill, step, fork, preempt, resume, free.
 
-Both leave the prefill to the model and seed a `replayinfer.StatePool` with its final state. The seams
-are those of the peer: its cache classes, and the functions that its mixers look up in their own module
-(`install` and `uninstall` say what is replaced there). Importing this package does not import
-`transformers`.
+Both leave the prefill to the model and seed a `replayinfer.StatePool` with its final state. The
+seams are those of the peer: its cache classes, and the functions that its mixers look up in their
+own module (`install` and `uninstall` say what is replaced there). Importing this package does not
+import `transformers`.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ __all__ = ["ReplayCache"]
 class ReplayCache:
     """A `transformers` cache whose recurrent layers decode by replay.
 
-    Make one with `from_model`. It is used up by one batch, as any cache is; `reset` empties it. Rows
-    of a batch are sequences of the pool, so beam search forks and frees them instead of copying
-    states. Several tokens onto a live cache (a chunked prefill, the next turn of a conversation) are
-    served by the model's own chunked function, from the materialised state.
+    Make one with `from_model`. It is used up by one batch, as any cache is; `reset` empties it.
+    Rows of a batch are sequences of the pool, so beam search forks and frees them instead of
+    copying states. Several tokens onto a live cache (a chunked prefill, the next turn of a
+    conversation) are served by the model's own chunked function, from the materialised state.
 
     Attributes
     ----------
@@ -80,7 +80,8 @@ class ReplayCache:
             backend=backend, own_steps=True,
         )  # fmt: skip
         install(binding.family, binding.module)
-        return with_state_layers(ReplayCache, binding, driver)
+        cache: ReplayCache = with_state_layers(ReplayCache, binding, driver)
+        return cache
 
     @property
     def pool(self) -> StatePool:
@@ -102,7 +103,7 @@ class ReplayCache:
     # Called by generate --------------------------------------------------------------------------
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Let row ``i`` continue row ``beam_idx[i]``: forks what is kept twice, frees what is not."""
+        """Let row ``i`` continue row ``beam_idx[i]``: rows kept twice fork, others are freed."""
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         self._select(beam_idx.tolist())
 
@@ -131,8 +132,8 @@ class ReplayCache:
             return
         if len(rows) > self.pool.sizes.max_sequences:
             raise InputError(
-                f"batch: got {len(rows)} rows; allowed {self.pool.sizes.max_sequences}, the batch of "
-                "this cache; pass batch=… to ReplayCache.from_model, beams counted"
+                f"batch: got {len(rows)} rows; allowed {self.pool.sizes.max_sequences}, the batch "
+                "of this cache; pass batch=… to ReplayCache.from_model, beams counted"
             )
         if unused := [s for row, s in enumerate(old) if row not in rows]:
             self.pool.free(unused)
@@ -148,6 +149,7 @@ def with_state_layers(kind: type, binding: ModelBinding, driver: StateDriver) ->
     from transformers.cache_utils import DynamicCache
 
     layers = list(DynamicCache(config=binding.model.config).layers)
+    state_layer = with_peer_base(ReplayStateLayer, "LinearAttentionCacheLayerMixin")
     for index in binding.layers:
-        layers[index] = with_peer_base(ReplayStateLayer, "LinearAttentionCacheLayerMixin")(driver, index)
+        layers[index] = state_layer(driver, index)
     return with_peer_base(kind, "Cache")(driver, layers)

@@ -1,8 +1,9 @@
 """The functions that a modeling module looks up, each with a way around it for replayed states.
 
 A mixer of the peer calls module-level functions with the state of its cache. `install` wraps those
-names in one modeling module: a call that carries a `StateHandle` goes to replay, any other call goes
-to the function that was there, so that models with other caches in the same process see no change.
+names in one modeling module: a call that carries a `StateHandle` goes to replay, any other call
+goes to the function that was there, so that models with other caches in the same process see no
+change.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ORIGINAL = "__replayinfer_original__"
 
 
 class StateHandle:
-    """What a cache layer hands out in place of a state tensor: where the state is kept, and its layer."""
+    """What a cache layer hands out in place of a state tensor: who keeps it, and its layer."""
 
     __slots__ = ("driver", "layer")
 
@@ -54,8 +55,8 @@ class StateHandle:
 
 def _missed_seam(where: str) -> UnsupportedError:
     return UnsupportedError(
-        f"state: got a replayed state in {where}; allowed only in the functions that install() wraps; "
-        "make a new cache, and leave hub kernels and compilation of the mixer off"
+        f"state: got a replayed state in {where}; allowed only in the functions that install() "
+        "wraps; make a new cache, and leave hub kernels and compilation of the mixer off"
     )
 
 
@@ -171,8 +172,8 @@ def install(family: Family, module: ModuleType) -> None:
         original = getattr(module, name, None)
         if original is None:
             raise UnsupportedError(
-                f"{module.__name__}: got no function {name}; allowed a version of transformers whose "
-                "mixers call it; install a version that the extra allows"
+                f"{module.__name__}: got no function {name}; allowed a version of transformers "
+                "whose mixers call it; install a version that the extra allows"
             )
         if not hasattr(original, _ORIGINAL):
             wrapped[name] = _dispatcher(original, ROUTES[route_name])
@@ -193,8 +194,8 @@ def _dispatcher(original: Callable[..., Any], route: Route) -> Callable[..., Any
     if route.state not in names or tuple(names[: len(route.parameters)]) != route.parameters:
         raise UnsupportedError(
             f"{original.__name__}: got parameters {', '.join(names)}; allowed "
-            f"{', '.join(route.parameters)} first and {route.state} among them; install a version of "
-            "transformers that the extra allows"
+            f"{', '.join(route.parameters)} first and {route.state} among them; install a version "
+            "of transformers that the extra allows"
         )
     state, position, stand_in = route.state, names.index(route.state), route.stand_in
 

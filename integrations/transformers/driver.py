@@ -1,4 +1,4 @@
-"""What the cache layers and the dispatched functions call: a pool, a wrapper and the step between."""
+"""What cache layers and dispatched functions call: a pool, a wrapper and the step between them."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ class StateDriver:
         """New sequences for a prefill, which becomes the next forward."""
         if self._grows and not self.sequences and count > self.pool.sizes.max_sequences:
             self._make_pool(count)
-        sequences = list(self.pool.alloc(count))
+        sequences: list[int] = list(self.pool.alloc(count))
         self.use(sequences, live=False)
         return sequences
 
     def use(self, sequences: Sequence[int], *, live: bool) -> None:
-        """The next forward is for these sequences, which have a state already (`live`) or get one."""
+        """The next forward is for these sequences, which have a state (`live`) or get one."""
         self.sequences = list(sequences)
         self.has_previous_state[0] = live
         self._forget()
@@ -155,8 +155,8 @@ class StateDriver:
         """
         if x.shape[0] != len(self.sequences):
             raise InputError(
-                f"input_ids: got a batch of {x.shape[0]}; allowed {len(self.sequences)}, the batch of "
-                "this cache; make a new cache, or reset() it"
+                f"input_ids: got a batch of {x.shape[0]}; allowed {len(self.sequences)}, the batch "
+                "of this cache; make a new cache, or reset() it"
             )
         taps = self.spec.conv_width - 1
         if layer == self.layers[0]:

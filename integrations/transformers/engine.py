@@ -46,8 +46,8 @@ class _EngineCache:
 class ReplayEngine:
     """Serve an unmodified hybrid model: sequences of any length in one batch, decoded by replay.
 
-    Recurrent layers live in a `StatePool`; attention layers in a plain slot per sequence. The engine
-    holds no queue and samples nothing: it turns tokens into logits.
+    Recurrent layers live in a `StatePool`; attention layers in a plain slot per sequence. The
+    engine holds no queue and samples nothing: it turns tokens into logits.
 
     Parameters
     ----------
@@ -89,8 +89,8 @@ class ReplayEngine:
         attention = model.config._attn_implementation
         if attention not in ("sdpa", "eager"):
             raise UnsupportedError(
-                f"attn_implementation: got {attention!r}; allowed 'sdpa' or 'eager', which take a mask "
-                "per row; set it with model.set_attn_implementation"
+                f"attn_implementation: got {attention!r}; allowed 'sdpa' or 'eager', which take a "
+                "mask per row; set it with model.set_attn_implementation"
             )
         self.model = model
         self.driver = StateDriver(
@@ -114,7 +114,8 @@ class ReplayEngine:
                     f"layer {index}: got a {type(layer).__name__}; allowed full attention; use "
                     "ReplayCache with model.generate"
                 )
-            self._cache.layers[index] = with_peer_base(SlotLayer, "CacheLayerMixin")(self._table, slots)
+            slot_layer = with_peer_base(SlotLayer, "CacheLayerMixin")
+            self._cache.layers[index] = slot_layer(self._table, slots)
 
     @property
     def pool(self) -> StatePool:
@@ -206,8 +207,8 @@ class ReplayEngine:
         ids = self._ids(tokens)
         if ids.numel() != len(sequences):
             raise InputError(
-                f"tokens: got {ids.numel()}; allowed {len(sequences)}, one per sequence; pass the last "
-                "token of each"
+                f"tokens: got {ids.numel()}; allowed {len(sequences)}, one per sequence; pass the "
+                "last token of each"
             )
         self._require(sequences)
         self.driver.use(sequences, live=True)
@@ -229,7 +230,7 @@ class ReplayEngine:
             No slot or page is free; nothing is taken.
         """
         self._require([sequence])
-        children = list(self.pool.fork(sequence, count))
+        children: list[int] = list(self.pool.fork(sequence, count))
         for child in children:
             self._table.copy(sequence, child)
         return children
@@ -297,14 +298,14 @@ class ReplayEngine:
         size = self.model.config.get_text_config(decoder=True).vocab_size
         if ids.dim() != 1 or not ids.numel() or ids.is_floating_point() or ids.dtype == torch.bool:
             raise InputError(
-                f"token_ids: got {ids.dtype} {list(ids.shape)}; allowed integers [tokens], at least "
-                "one; pass one sequence at a time"
+                f"token_ids: got {ids.dtype} {list(ids.shape)}; allowed integers [tokens], at "
+                "least one; pass one sequence at a time"
             )
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= size:
             raise InputError(
-                f"token_ids: got {low if low < 0 else high}; allowed 0..{size - 1}, the vocabulary; "
-                "use the model's tokenizer"
+                f"token_ids: got {low if low < 0 else high}; allowed 0..{size - 1}, the "
+                "vocabulary; use the model's tokenizer"
             )
         return ids.long()
 

@@ -79,7 +79,7 @@ def _mamba2_spec(mixer: Any) -> Mamba2Spec:
         dim=mixer.head_dim,
         state=mixer.ssm_state_size,
         groups=mixer.n_groups,
-        # The peer clamps dt in its chunked prefill only; its decode step, which this replaces, does not.
+        # The peer clamps dt in its chunked prefill; its decode step, which this replaces, does not.
         dt_limit=(0.0, float("inf")),
         conv_width=mixer.conv_kernel_size,
     )

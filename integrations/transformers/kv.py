@@ -27,8 +27,8 @@ class Batch:
 class SlotTable:
     """Which slot each sequence has, and how many tokens are in it; shared by all attention layers.
 
-    Lengths move at `advance` only, so a forward that fails leaves nothing behind: what it wrote lies
-    past the length and is written over.
+    Lengths move at `advance` only, so a forward that fails leaves nothing behind: what it wrote
+    lies past the length and is written over.
     """
 
     def __init__(self, slots: int, device: torch.device) -> None:
@@ -94,7 +94,7 @@ class SlotTable:
 
 
 class SlotLayer:
-    """The cache layer of one attention layer: ``[slots, heads, room, dim]``, a sequence per slot."""
+    """The cache layer of one attention layer: ``[slots, heads, room, dim]``, a slot a sequence."""
 
     is_sliding = False
     is_compileable = False
@@ -128,8 +128,8 @@ class SlotLayer:
         batch = self.table.batch
         if key_states.shape[0] != batch.slots.numel():
             raise InputError(
-                f"input_ids: got a batch of {key_states.shape[0]}; allowed {batch.slots.numel()}, the "
-                "sequences of this forward; call the engine, not the model"
+                f"input_ids: got a batch of {key_states.shape[0]}; allowed {batch.slots.numel()}, "
+                "the sequences of this forward; call the engine, not the model"
             )
         if self.keys is None or self.values is None or self.keys.shape[2] < batch.longest:
             self.lazy_initialization(key_states, value_states)

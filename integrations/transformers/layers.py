@@ -17,14 +17,16 @@ __all__ = ["ReplayStateLayer", "with_peer_base"]
 
 @functools.cache
 def with_peer_base(ours: type, base: str) -> Any:
-    """`ours` with ``transformers.cache_utils.<base>`` as its second base, so that peers recognise it.
+    """`ours` with ``transformers.cache_utils.<base>`` as its second base, for the peer to know it.
 
     The peer is imported here and not where `ours` is defined, so that defining it costs nothing.
     """
     from transformers import cache_utils
 
     peer = getattr(cache_utils, base)
-    return type(ours.__name__, (ours, peer), {"__module__": ours.__module__, "__doc__": ours.__doc__})
+    return type(
+        ours.__name__, (ours, peer), {"__module__": ours.__module__, "__doc__": ours.__doc__}
+    )
 
 
 class ReplayStateLayer:
@@ -89,6 +91,6 @@ class ReplayStateLayer:
 
 def _refuse(method: str) -> None:
     raise UnsupportedError(
-        f"{method}: got a replayed state; allowed no rollback through this cache; generate without an "
-        "assistant model"
+        f"{method}: got a replayed state; allowed no rollback through this cache; generate without "
+        "an assistant model"
     )

@@ -56,7 +56,8 @@ def _shadows_hub_package() -> bool:
     """
     if "kernels" in sys.modules:
         return False
-    ours, found = importlib.util.find_spec("replayinfer.kernels"), importlib.util.find_spec("kernels")
+    ours = importlib.util.find_spec("replayinfer.kernels")
+    found = importlib.util.find_spec("kernels")
     if ours is None or found is None or not ours.origin or not found.origin:
         return False
     return Path(ours.origin).resolve() == Path(found.origin).resolve()

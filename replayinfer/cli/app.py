@@ -1,4 +1,4 @@
-"""``replayinfer <command>``: finds the command, and turns every error into one line and status 2."""
+"""``replayinfer <command>``: finds the command; every error is one line and status 2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMMANDS: dict[str, str] = {
     "demo": "Decode small hybrid models by replay and check every token.",
     "describe": "Say which layers of a model recur or attend, and what a sequence costs.",
 }
-"""Names of commands and their one-line help; command ``x`` is the function ``x`` of module ``x``."""
+"""Commands and their one-line help; command ``x`` is the function ``x`` of module ``x``."""
 
 _OF_THE_EXTRA = ("typer", "rich")
 _BAD_INPUT = 2

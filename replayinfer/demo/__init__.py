@@ -1,1 +1,1 @@
-"""The main job: small hybrid models, real text, continuous batching by replay, every token checked."""
+"""The main job: small hybrid models, real text, continuous batching by replay, all checked."""

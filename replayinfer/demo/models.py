@@ -1,11 +1,11 @@
 """Small seeded hybrid models whose tokens depend on the recurrent state; nothing is downloaded.
 
 A freshly initialised model is no test of a state: its projections are so small that logits hardly
-depend on what the recurrent layers remember, and a state off by 1% changes no token in hundreds. Here
-every projection keeps the variance of what it projects, decays are slow, the skip past the state is
-weak, and embeddings are small beside what the recurrent layers add. A state off by 1% then moves
-logits by about 5% of their standard deviation and turns tokens in most prompts, while the rounding
-differences of float32 stay four orders below (`tests/demo` holds both).
+depend on what the recurrent layers remember, and a state off by 1% changes no token in hundreds.
+Here every projection keeps the variance of what it projects, decays are slow, the skip past the
+state is weak, and embeddings are small beside what the recurrent layers add. A state off by 1% then
+moves logits by about 5% of their standard deviation and turns tokens in most prompts, while the
+rounding differences of float32 stay four orders below (`tests/demo` holds both).
 """
 
 from __future__ import annotations
@@ -158,8 +158,6 @@ def _gain(name: str) -> float:
     return 0.5 if "o_proj" in name or "down_proj" in name else 1.0
 
 
-def _log_uniform(
-    like: torch.Tensor, low: float, high: float, rng: torch.Generator
-) -> torch.Tensor:
+def _log_uniform(like: torch.Tensor, low: float, high: float, rng: torch.Generator) -> torch.Tensor:
     spread = torch.rand(like.shape, generator=rng)
     return torch.exp(math.log(low) + spread * (math.log(high) - math.log(low)))

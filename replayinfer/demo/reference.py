@@ -13,9 +13,9 @@ __all__ = ["LOGIT_BOUNDS", "Comparison", "Reference", "compare", "generate"]
 LOGIT_BOUNDS: dict[str, float] = {"fp32": 2e-4, "fp32_split": 0.15, "bf16": 0.2, "fp16": 0.03}
 """Largest allowed difference of a logit, by checkpoint format.
 
-Measured over both models, three seeds and 1,120 tokens each: 1.8e-5, 0.064, 0.078 and 0.0095, where the
-logits have a standard deviation of 2. Rounded formats get two to three times that, and float32 ten,
-for texts, seeds and machines that were not among them.
+Measured over both models, three seeds and 1,120 tokens each: 1.8e-5, 0.064, 0.078 and 0.0095, where
+the logits have a standard deviation of 2. Rounded formats get two to three times that, and float32
+ten, for texts, seeds and machines that were not among them.
 """
 
 
@@ -119,7 +119,7 @@ def compare(
     bound : float
         What a logit may be off by where both sides compute in float32.
     forced : bool
-        The tokens followed the reference, so a token counts as equal where it would have been chosen.
+        The tokens followed the reference: one is equal where it would have been chosen as well.
     """
     result = Comparison(tokens=len(tokens) - skip)
     for place in range(skip, len(tokens)):

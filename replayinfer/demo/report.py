@@ -56,7 +56,7 @@ def results_table(results: Sequence[DemoResult]) -> Table:
     rows: list[tuple[str, Callable[[DemoResult], str]]] = [
         ("check", lambda r: "[green]passed[/]" if r.ok else "[bold red]FAILED[/]"),
         ("tokens equal", lambda r: f"{r.tokens_equal} / {r.tokens}"),
-        ("largest logit difference", lambda r: f"{r.max_logit_diff:.1e} (bound {r.logit_bound:.0e})"),
+        ("largest logit difference", lambda r: f"{r.max_logit_diff:.1e} of {r.logit_bound:.0e}"),
         ("format, capacity, policy", lambda r: f"{r.format}, {r.capacity}, {r.policy}"),
         ("backend", lambda r: r.backend),
         ("steps", lambda r: str(r.steps)),

@@ -242,7 +242,7 @@ def _compare(
 
 @contextlib.contextmanager
 def quiet_peer() -> Iterator[None]:
-    """Keep transformers from warning that its reference functions are slow: they are what is meant."""
+    """Keep transformers from warning that its reference functions are slow: they are meant."""
     from replayinfer.integrations.transformers import peer
 
     transformers = peer.load()

@@ -43,9 +43,7 @@ class Request:
     def take(self, logits: torch.Tensor) -> None:
         place = len(self.tokens)
         self.logits.append(logits)
-        self.tokens.append(
-            self.follow[place] if place < len(self.follow) else int(logits.argmax())
-        )
+        self.tokens.append(self.follow[place] if place < len(self.follow) else int(logits.argmax()))
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Schedule:
 
     @staticmethod
     def of(requests: int, tokens: int) -> Schedule:
-        """A fork after a quarter of the tokens, a preemption after half, a slot fewer than needed."""
+        """A fork after a quarter of the tokens, a preemption after half, too few places for all."""
         return Schedule(
             running=max(1, requests - requests // 4),
             fork_at=max(1, tokens // 4),

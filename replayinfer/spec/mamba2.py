@@ -69,6 +69,8 @@ class Mamba2Spec(LayerSpec):
                 f"dt_limit: got {limit!r}; allowed (low, high) with 0 <= low <= high; "
                 "take time_step_limit from the model's config"
             )
+        if high > torch.finfo(torch.float32).max:  # published as 1e308, which float32 cannot hold
+            high = math.inf
         object.__setattr__(self, "dt_limit", (low, high))
 
     @property

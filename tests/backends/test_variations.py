@@ -22,7 +22,13 @@ CASES = vary(
     gate=["log"],
     scale=[1.0, 0.37],
 )
-CASES = [c for c in CASES if c.spec.family == "mamba2" or not c.z]
+CASES = [case for case in CASES if not case.z or case.spec.family == "mamba2"]
+CASES += [
+    base.but(gate="bounded", lower_bound=bound)
+    for base in BASES
+    for bound in (-5.0, -0.25)
+    if base.spec.family == "kda"
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -64,7 +70,9 @@ def test_softplus_over_its_range(case, rng):
     rate = 1 / torch.nn.functional.softplus(edges.double(), threshold=800)
     world = World(case, rng)
     raw = "dt" if "dt" in world.stream else "a"
-    stream = world.stream | {raw: edges.expand_as(world.stream[raw]).clone()}
+    shape = world.stream[raw].shape
+    per_head = edges.view(-1, *(1,) * (len(shape) - 3))  # KDA: the same in every channel
+    stream = world.stream | {raw: per_head.expand(shape).clone()}
     weights = {"A": -rate} if "A" in world.weights else {"A_log": rate.log()}
     weights = {name: w.float() for name, w in weights.items()}
     start = world.start.clone()

@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from replayinfer import GDNSpec, LayerSpec, Mamba2Spec, ReplayDecodeWrapper, StatePool
+from replayinfer import GDNSpec, KDASpec, LayerSpec, Mamba2Spec, ReplayDecodeWrapper, StatePool
 from replayinfer.testing import (
     assert_no_poison,
     assert_within_budget,
@@ -31,8 +31,8 @@ from replayinfer.testing import (
 FAMILIES: dict[str, LayerSpec] = {
     "mamba2": Mamba2Spec(heads=6, dim=8, state=16, groups=3, conv_width=0),
     "gdn": GDNSpec(heads=6, dim=8, state=16, key_heads=3, conv_width=0),
+    "kda": KDASpec(heads=6, dim=8, state=16, key_heads=3, conv_width=0),
 }
-DELTA_RULE = [family for family in FAMILIES if family != "mamba2"]
 SEEDED_TOKENS = 7
 LAYER = 5
 EPSILON = torch.finfo(torch.float32).eps
@@ -109,7 +109,15 @@ class World:
     """
 
     def __init__(
-        self, case: Case, rng: torch.Generator, *, weights=None, stream=None, start=None, **options
+        self,
+        case: Case,
+        rng: torch.Generator,
+        *,
+        weights=None,
+        stream=None,
+        start=None,
+        backend="auto",
+        **options,
     ) -> None:
         self.case, self.rng = case, rng
         spec, n = case.spec, case.batch
@@ -120,13 +128,15 @@ class World:
         poison_dead(pool)
         self.weights = layer_weights(spec, rng, case.gates) if weights is None else weights
         pool.bind(LAYER, **self.weights)
-        self.wrapper = ReplayDecodeWrapper(pool, policy=case.policy)
+        self.wrapper = ReplayDecodeWrapper(pool, policy=case.policy, backend=backend)
         self.stream = self.draw(case.tokens, case.gates) if stream is None else stream
         # After the stream: junk for rejected drafts, then one token of NaN.
         junk = self.draw(8, "strong")
         activations = {f.name for f in spec.input_fields if f.kind == "activation"}
         self._feed = {
-            name: torch.cat([t, junk[name] * (8 if name in activations else 1), t[:, :1] * np.nan], 1)
+            name: torch.cat(
+                [t, junk[name] * (8 if name in activations else 1), t[:, :1] * np.nan], 1
+            )
             for name, t in self.stream.items()
         }
         self.start = initial_states(spec, n, rng) if start is None else start
@@ -203,12 +213,28 @@ class World:
 
     # What it should be ------------------------------------------------------------------------
 
-    def oracle(self, dtype: torch.dtype = torch.float64, **options):
-        """The family's recurrence over the streams: outputs and final states."""
-        start = self.start
-        if rounding := options.get("state_rounding"):
-            start = start.to(rounding)  # a seed is rounded like any other state
-        return recurrence(self.case.spec, start, self.stream, self.weights, dtype, **options)
+    def oracle(self, dtype: torch.dtype = torch.float64, trace: list | None = None):
+        """The family's recurrence over the streams: outputs and final states.
+
+        In float32 it rounds the state to what the format keeps, at the start (a seed is rounded
+        too) and after every token. `trace` takes the states, the first one included.
+        """
+        fmt, start = self.pool.format, self.start
+        rounding = None if fmt.lossless or dtype == torch.float64 else fmt.plane_dtype
+        if rounding:
+            start = start.to(rounding).float()
+        if trace is not None:
+            trace.append(start.to(dtype))
+        return recurrence(
+            self.case.spec, start, self.stream, self.weights, dtype,
+            state_rounding=rounding, trace=trace,
+        )  # fmt: skip
+
+    def trace(self, dtype: torch.dtype) -> torch.Tensor:
+        """The states before the first and after every token: ``[batch, 1 + tokens, ...]``."""
+        states: list[torch.Tensor] = []
+        self.oracle(dtype, states)
+        return torch.stack(states, dim=1)
 
     @cached_property
     def exact(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,19 +242,15 @@ class World:
 
     @cached_property
     def plain(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs and states of a plain computation that rounds where the format rounds."""
-        fmt = self.pool.format
-        if not fmt.lossless:
-            return self.oracle(torch.float32, state_rounding=fmt.plane_dtype)
-        trace: list[torch.Tensor] = []
-        y, state = self.oracle(torch.float32, trace=trace)
-        if not fmt.rounded_readout:
-            return y, state
-        # The outputs of a kernel that keeps the state in fp32 and reads it rounded, token by token.
-        before = torch.stack([self.start, *trace[:-1]], dim=1).to(fmt.plane_dtype)
-        tokens = {name: t[:, :, None] for name, t in self.stream.items()}
-        y, _ = recurrence(self.case.spec, before, tokens, self.weights, torch.float32)
-        return y[:, :, 0], state
+        """Outputs and states of a plain fp32 computation that rounds where the format rounds."""
+        y, state = self.oracle(torch.float32)
+        if self.pool.format.rounded_readout:
+            # A kernel that keeps the state in fp32 and reads it rounded, token by token.
+            before = self.trace(torch.float32)[:, :-1].to(self.pool.format.plane_dtype)
+            tokens = {name: t[:, :, None] for name, t in self.stream.items()}
+            y, _ = recurrence(self.case.spec, before, tokens, self.weights, torch.float32)
+            y = y[:, :, 0]
+        return y, state
 
     def states(self) -> torch.Tensor:
         """The pool's states after all committed tokens, ``[batch, heads, dim, state]``."""

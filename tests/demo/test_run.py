@@ -1,4 +1,4 @@
-"""The main job at a small size: passes when right, fails when the state is wrong or a page leaks."""
+"""The main job, small: passes when right, fails when the state is wrong or a page leaks."""
 
 from __future__ import annotations
 

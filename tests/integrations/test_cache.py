@@ -29,9 +29,7 @@ def test_generate_a_padded_batch(model, prompts):
 
 @pytest.mark.parametrize("index", [2, 3])
 def test_a_prompt_shorter_than_the_convolution(model, prompts, index):
-    replayed = generate(
-        model, prompts[index:][:1], past_key_values=ReplayCache.from_model(model)
-    )
+    replayed = generate(model, prompts[index:][:1], past_key_values=ReplayCache.from_model(model))
     assert_same(replayed, generate(model, prompts[index:][:1]))
 
 
@@ -145,7 +143,7 @@ def test_a_sixteen_bit_model(model, prompts):
     assert cache.pool.dtype is torch.bfloat16
     replayed = generate(half, prompts[:1], tokens=6, past_key_values=cache)
     assert torch.equal(replayed.logits[0], own)  # the prefill is the model's own
-    # Teacher-forced against the float32 model: no further off than the peer's own bf16 decode, twice.
+    # Teacher-forced, against one pass over the text: within twice what the peer's decode is off.
     follow = replayed.sequences
     wide, narrow = ({}, {"past_key_values": ReplayCache.from_model(half)})
     errors = []

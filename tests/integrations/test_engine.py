@@ -168,7 +168,8 @@ def test_a_slot_that_held_nan_is_clean_for_the_next(model, prompts):
         layer.values[0, :, : len(prompts[0])] = float("nan")
     engine.free([poisoned])
     run.tokens.clear()
-    short, long = run.start(prompts[2]), run.start(prompts[0])  # the short one is masked past its end
+    short = run.start(prompts[2])  # masked past its end, where the other one still has keys
+    long = run.start(prompts[0])
     while len(run.tokens[short]) < TOKENS:
         run.step()
     assert run.tokens[short] == own_tokens(model, prompts[2], TOKENS)

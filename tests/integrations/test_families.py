@@ -60,9 +60,8 @@ def test_a_served_model_has_no_reason(model):
 def test_another_architecture_is_refused():
     from transformers import AutoModelForCausalLM, LlamaConfig
 
-    config = LlamaConfig(
-        vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8}
+    config = LlamaConfig(num_hidden_layers=1, num_attention_heads=1, **sizes)
     llama = AutoModelForCausalLM.from_config(config)
     reason = unsupported_reason(llama)
     assert reason is not None

@@ -11,8 +11,8 @@ from .gates import silu
 
 __all__ = ["prefill_conv_one", "prefill_one"]
 
-# Tokens of a chunk. A gate per channel needs chunk * chunk * heads * channels numbers.
-_CHUNK = {"mamba2": 64, "gdn": 64, "kda": 16}
+# Tokens of a chunk. Its products take chunk * chunk * heads * channels numbers.
+_CHUNK = 16
 
 ChunkFunction = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
@@ -26,11 +26,10 @@ def prefill_one(
     out: torch.Tensor,
 ) -> torch.Tensor:
     """Run one sequence's tokens ``[tokens, ...]`` from `state`; returns the final state."""
-    steps = _CHUNK[pool.spec.family]
-    for start in range(0, out.shape[0], steps):
-        part = {name: value[None, start : start + steps] for name, value in inputs.items()}
+    for start in range(0, out.shape[0], _CHUNK):
+        part = {name: value[None, start : start + _CHUNK] for name, value in inputs.items()}
         y, state = chunk(pool, pool.spec, layer, state, part)
-        out[start : start + steps] = y[0].to(out.dtype)
+        out[start : start + _CHUNK] = y[0].to(out.dtype)
     return state
 
 
