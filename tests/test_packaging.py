@@ -160,12 +160,25 @@ def test_versions_agree():
 
 
 def test_a_second_copy_of_the_kernels_is_refused():
-    done = subprocess.run(
-        [sys.executable, "-c", "import kernels"], cwd=ROOT, capture_output=True, text=True
+    for asked in ("from kernels import common", "import kernels; kernels.mamba2"):
+        ran = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True)
+        assert ran.returncode == 1
+        last = ran.stderr.strip().splitlines()[-1]
+        assert last.startswith("ImportError: kernels.")
+        assert "allowed 'replayinfer.kernels." in last
+    ran = subprocess.run(
+        [sys.executable, "-c", "import kernels.mamba2"], cwd=ROOT, capture_output=True, text=True
     )
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: kernels: got an import as 'kernels'; allowed ")
+    assert "No module named 'kernels.mamba2'" in ran.stderr
+
+
+def test_a_library_that_looks_for_a_package_called_kernels_is_not_broken():
+    pytest.importorskip("transformers")
+    look = (
+        "from transformers.integrations.hub_kernels import is_kernels_available as look;"
+        "assert look() is False"
+    )
+    subprocess.run([sys.executable, "-c", look], cwd=ROOT, check=True)
 
 
 def repository_files() -> list[Path]:

@@ -121,6 +121,12 @@ class ReplayCache:
     def reset(self) -> None:
         """Empty the cache: frees its sequences."""
         super().reset()  # type: ignore[misc]
+        for layer in self.layers:
+            if hasattr(
+                layer, "keys"
+            ):  # an older peer zeroes keys and values but keeps their length
+                layer.keys = layer.values = None
+                layer.is_initialized = False
         self.driver.abort()
         if self.driver.sequences:
             self.pool.free(self.driver.sequences)

@@ -129,8 +129,8 @@ def _gdn_step(
     initial_state: StateHandle,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, StateHandle]:
-    # The mixer repeats key heads up to the value heads; one of each group is what the layer has.
-    ratio = initial_state.driver.spec.head_ratio
+    # Some versions of the peer repeat key heads up to the value heads; one of each group is enough.
+    ratio = query.shape[2] // initial_state.driver.spec.key_heads
     y = initial_state.driver.run(
         initial_state.layer,
         q=query[:, :, ::ratio],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -101,6 +102,9 @@ class ReplayEngine:
         self._table = SlotTable(max_sequences, model.device)
         self._cache = with_state_layers(_EngineCache, binding, self.driver)
         self._use_slots(max_sequences)
+        # Newer versions of the peer call the argument by a shorter name.
+        parameters = inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
         install(binding.family, binding.module)
 
     def _use_slots(self, slots: int) -> None:
@@ -285,9 +289,9 @@ class ReplayEngine:
             # In four dimensions the peer takes a mask as it is, for full attention only.
             attention_mask=self._table.mask(self.model.dtype),
             position_ids=self._table.batch.positions,
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **{self._cache_argument: self._cache},
         )
         self._table.advance(sequences, count)
         logits: torch.Tensor = output.logits[:, -1]

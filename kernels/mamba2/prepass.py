@@ -78,6 +78,7 @@ def _prepass_kernel(
     at_x = h[:, None] * stride_row_x_h + d[None, :]
     after = tl.zeros([BLOCK_H], tl.float32)  # d(last row of this block, t)
     total = dt
+    upper = (j[:, None] >= j[None, :])[:, :, None]
     start = tl.where(history > 0, (history - 1) // BLOCK_J * BLOCK_J, -1)
     while start >= 0:
         row = start + j
@@ -100,7 +101,8 @@ def _prepass_kernel(
             row_dt_ptr + at[:, None] + h[None, :], mask=more[:, None] & in_h[None, :], other=0.0
         )
         following = tl.where((row + 1 == history)[:, None], dt[None, :], following)
-        reach = after[None, :] + tl.cumsum(following, axis=0, reverse=True)
+        # A sum over pairs rather than a scan, which Triton does not compile for every shape this small.
+        reach = after[None, :] + tl.sum(tl.where(upper, following[:, None, :], 0.0), axis=0)
         seen = tl.sum(rows_b.to(tl.float32) * c[None, :], axis=1)
         weight = own * tl.exp(rate[None, :] * reach) * seen[:, None]
         # Rows on the middle axis stay within a thread, so that their sum is a chain of FMAs.
@@ -151,7 +153,7 @@ def prepass(
     batch, heads, dim = x.shape
     groups, state = b.shape[1], b.shape[2]
     shared = heads // groups
-    block_h = min(config.heads or shared, triton.next_power_of_2(shared))
+    block_h = triton.next_power_of_2(min(config.heads or shared, shared))
     _prepass_kernel[(batch * groups * triton.cdiv(shared, block_h),)](
         replay, decay, x, dt, b, c,
         a, d_skip, dt_bias,

@@ -201,7 +201,7 @@ def _gate_weights(
         A_log = _log_rates(spec.heads, generator, gates)
         return A_log, _biases(count, generator, gates).reshape(shape)
     # Here exp(A_log) is a slope; the bias alone says how large the decay is.
-    decays = {"realistic": (1e-3, 0.5), "near_one": (1e-6, 1e-3), "strong": (0.5, 0.8)}[gates]
+    decays = {"realistic": (1e-3, 0.5), "near_one": (1e-6, 1e-3), "strong": (1.0, 2.0)}[gates]
     low, high = (min(decay, 0.8 * -spec.lower_bound) for decay in decays)
     part = _log_uniform(generator, count, low, high).reshape(shape) / -spec.lower_bound
     slope = _log_uniform(generator, spec.heads, 0.5, 1.5)

@@ -15,6 +15,7 @@ from replayinfer.integrations.transformers import (
     install,
     uninstall,
 )
+from replayinfer.integrations.transformers.dispatch import ROUTES, StateHandle
 
 from .helpers import generate
 
@@ -90,3 +91,27 @@ def test_a_function_with_other_parameters_is_refused_whole():
     with pytest.raises(UnsupportedError, match="step: got parameters cache, x"):
         install(FAMILIES["nemotron_h"], module)
     assert module.causal_conv1d_update is conv
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_key_heads_arrive_repeated_or_not(rng, repeated):
+    """One version of the peer repeats key heads for its function, another leaves that to it."""
+    key = torch.randn((1, 1, 2, 3), generator=rng)
+    given = key.repeat_interleave(2, dim=2) if repeated else key
+    value, gate = torch.randn((1, 1, 4, 5), generator=rng), torch.zeros(1, 1, 4)
+    seen = {}
+
+    class Driver:
+        spec = types.SimpleNamespace(key_heads=2)
+
+        def run(self, layer, **inputs):
+            seen.update(inputs)
+            return value
+
+    handle = StateHandle(Driver(), 0)
+    step = ROUTES["gdn_step"].stand_in
+    output, state = step(None, given, given, value, g=gate, beta=gate, initial_state=handle)
+    assert output is value
+    assert state is handle
+    assert torch.equal(seen["q"], key)
+    assert torch.equal(seen["k"], key)
