@@ -2,7 +2,8 @@
 
 The order of a step is plan, `fold`, `conv_update` and `readout` per layer, `commit`. Each checks
 its arguments, raises before anything changes, and leaves the work to a backend.
-`ReplayDecodeWrapper` is these functions with the bookkeeping done.
+`ReplayDecodeWrapper` is these functions with the bookkeeping done. None of it is differentiable: a
+graph over the pool's tensors would grow with every step.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def fold(planner: HostPlanner, plan: Plan, *, backend: str | Backend = "auto") -
     planner.folded(plan)
 
 
+@torch.no_grad()
 def conv_update(
     pool: StatePool,
     plan: Plan,
@@ -73,6 +75,7 @@ def conv_update(
     return out
 
 
+@torch.no_grad()
 def readout(
     pool: StatePool,
     plan: Plan,
@@ -236,9 +239,10 @@ def layer_output(
     shape = (*lead.values(), *sizes)
     if out is None:
         return torch.empty(shape, dtype=pool.dtype, device=pool.device)
+    dtypes = dict.fromkeys((pool.dtype, torch.float32))
     return check_tensor(
-        "out", out, shape=shape, dims=(*lead, *dims), dtypes=tuple({pool.dtype, torch.float32}),
-        device=pool.device, written=True,
+        "out", out, shape=shape, dims=(*lead, *dims), dtypes=tuple(dtypes), device=pool.device,
+        written=True,
     )  # fmt: skip
 
 

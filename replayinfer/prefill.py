@@ -64,6 +64,7 @@ class ReplayPrefillWrapper:
         self._plan = self.planner.plan(sequences, cu_seqlens)
         return self._plan
 
+    @torch.no_grad()
     def conv(self, layer: int, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """The layer's causal convolution over packed rows ``[tokens, channels]``."""
         plan, index = self._current("conv"), self.pool.index(layer)
@@ -74,6 +75,7 @@ class ReplayPrefillWrapper:
         plan.layers_convolved.add(layer)
         return out
 
+    @torch.no_grad()
     def run(
         self, layer: int, *, out: torch.Tensor | None = None, **inputs: torch.Tensor | None
     ) -> torch.Tensor:

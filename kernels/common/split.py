@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["encode", "join_planes", "round_to", "split_planes"]
+__all__ = ["encode", "join_planes", "load_pairs", "round_to", "split_planes", "unpack_pairs"]
 
 
 @triton.jit
@@ -47,3 +47,23 @@ def encode(x, DTYPE: tl.constexpr):
         x = tl.where(finite, tl.minimum(tl.maximum(x, -65504.0), 65504.0), x)
     return round_to(x, DTYPE)
 
+
+
+@triton.jit
+def unpack_pairs(word):
+    """Two neighbouring bf16 in an int32, the first in the low half, as float32: one shift, one mask."""
+    first = (word << 16).to(tl.float32, bitcast=True)
+    second = (word & -65536).to(tl.float32, bitcast=True)
+    return first, second
+
+
+@triton.jit
+def load_pairs(ptr, at, mask):
+    """Elements ``2 at`` and ``2 at + 1`` as float32, zeros where not `mask`."""
+    if ptr.dtype.element_ty == tl.bfloat16:
+        word = tl.load(ptr.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
+        first, second = unpack_pairs(word)
+    else:
+        first = tl.load(ptr + 2 * at, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(ptr + 2 * at + 1, mask=mask, other=0.0).to(tl.float32)
+    return first, second

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from ..common.gates import silu
 from ..common.pdl import launch_dependents, wait_for_previous
-from ..common.split import round_to
+from ..common.split import load_pairs, round_to, unpack_pairs
 from ..launch.config import LaunchConfig
 
 __all__ = ["readout"]
@@ -34,7 +34,7 @@ def _readout_kernel(
     stride_y_b, stride_y_h, stride_plane_page, stride_plane_h,
     stride_c_b, stride_c_g, stride_z_b, stride_z_h,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr,
     PAIRS: tl.constexpr, HAS_Z: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     ROWS: tl.constexpr = HEADS * DIM  # of a group
@@ -71,36 +71,31 @@ def _readout_kernel(
         tl.store(y_ptr + at_y, tl.zeros([BLOCK_R], y_ptr.dtype.element_ty), mask=in_r)
         return
 
+    # A row is [CHUNKS, BLOCK_N]: its chunks lie in one thread, its columns in neighbours.
+    WIDTH: tl.constexpr = STATE // 2 if PAIRS else STATE
+    n = tl.arange(0, CHUNKS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    in_n = n < WIDTH
+    in_tile = in_r[:, None, None] & in_n[None, :, :]
     c_ptr += b * stride_c_b + group * stride_c_g
-    partial = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
-    if PAIRS:  # bf16, two to a word: a shift or a mask makes either a float32
-        m = tl.arange(0, BLOCK_N)
-        two = tl.arange(0, 2)
-        words = plane_ptr.to(tl.pointer_type(tl.int32))
-        at = at[:, None] // 2 + m[None, :]
-        for start in tl.static_range(0, STATE // 2, BLOCK_N):
-            in_m = start + m < STATE // 2
-            word = tl.load(words + start + at, mask=in_r[:, None] & in_m[None, :], other=0)
-            even = (word << 16).to(tl.float32, bitcast=True)
-            odd = (word & -65536).to(tl.float32, bitcast=True)
-            c = tl.load(c_ptr + 2 * (start + m)[:, None] + two[None, :], mask=in_m[:, None], other=0.0)
-            c_even, c_odd = tl.split(c.to(tl.float32))
-            partial += even * c_even[None, :]
-            partial += odd * c_odd[None, :]
+    if PAIRS:
+        plane_ptr = plane_ptr.to(tl.pointer_type(tl.int32))
+        state = tl.load(plane_ptr + (at[:, None, None] // 2 + n[None, :, :]), mask=in_tile, other=0)
+        c, c_odd = load_pairs(c_ptr, n, in_n)
     else:
-        n = tl.arange(0, BLOCK_N)
-        at = at[:, None] + n[None, :]
-        for start in tl.static_range(0, STATE, BLOCK_N):
-            in_n = start + n < STATE
-            in_tile = in_r[:, None] & in_n[None, :]
-            state = tl.load(plane_ptr + start + at, mask=in_tile, other=0.0)
-            c = tl.load(c_ptr + start + n, mask=in_n, other=0.0)
-            partial += state.to(tl.float32) * c.to(tl.float32)[None, :]
-    y = tl.sum(partial, axis=1)
-
+        state = tl.load(plane_ptr + (at[:, None, None] + n[None, :, :]), mask=in_tile, other=0.0)
+        c = tl.load(c_ptr + n, mask=in_n, other=0.0).to(tl.float32)
     if PDL:
         launch_dependents()
         wait_for_previous()  # the prepass; checkpoints and C are older than it
+    else:
+        tl.debug_barrier()
+    # Either keeps all loads above all arithmetic: mixed, too few would be in flight.
+    if PAIRS:
+        even, odd = unpack_pairs(state)
+        products = even * c[None, :, :] + odd * c_odd[None, :, :]
+    else:
+        products = state.to(tl.float32) * c[None, :, :]
+    y = tl.sum(tl.sum(products, axis=1), axis=1)
     num_heads = GROUPS * HEADS
     y *= tl.load(decay_ptr + b * num_heads + h)
     y += tl.load(replay_ptr + (b * num_heads + h) * DIM + d, mask=in_r, other=0.0)
@@ -133,14 +128,15 @@ def readout(
     block_r = min(config.rows or 32, triton.next_power_of_2(rows))
     gate = y if z is None else z
     pairs = plane.dtype == torch.bfloat16 and state % 2 == 0
-    words = 32 // plane.element_size() // (2 if pairs else 1) * 2  # of 64 bytes
+    width = state // 2 if pairs else state
+    block_n = min(64 // (plane.element_size() * (2 if pairs else 1)), triton.next_power_of_2(width))
     _readout_kernel[(batch * groups * triton.cdiv(rows, block_r),)](
         y, plane, replay, decay, c, gate,
         page, window,
         y.stride(0), y.stride(1), plane.stride(0), plane.stride(1),
         c.stride(0), c.stride(1), gate.stride(0), gate.stride(1),
         GROUPS=groups, HEADS=heads // groups, DIM=dim, STATE=state,
-        BLOCK_R=block_r, BLOCK_N=min(words, triton.next_power_of_2(state)),
+        BLOCK_R=block_r, CHUNKS=triton.next_power_of_2(triton.cdiv(width, block_n)), BLOCK_N=block_n,
         PAIRS=pairs, HAS_Z=z is not None, PDL=pdl,
         num_warps=config.num_warps, maxnreg=config.registers or None, launch_pdl=pdl,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ..errors import InputError, UnsupportedError
 from ..pools import StatePool
@@ -60,10 +60,11 @@ def select(name: str | Backend, pool: StatePool) -> Backend:
     UnsupportedError
         An unknown name, or a backend that does not support the pool, with its reason.
     """
+    candidates: Iterable[Backend]
     if not isinstance(name, str):
         candidates = [name]
     elif name == "auto":
-        candidates = [_make(n) for n in _FACTORIES]
+        candidates = map(_make, list(_FACTORIES))  # each made only if those before it refuse
     elif name in _FACTORIES:
         candidates = [_make(name)]
     else:

@@ -48,6 +48,8 @@ def load_sequence(path: str | os.PathLike[str]) -> SequenceSnapshot:
     try:
         with safe_open(str(path), framework="pt", device="cpu") as file:
             header = json.loads((file.metadata() or {})[_KEY])
+            if not isinstance(header, dict):
+                raise KeyError(_KEY)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except KeyError:
         raise InputError(

@@ -63,7 +63,7 @@ class PrefillPlanner:
     """Plans prefills over the sequences of one pool.
 
     A prefill writes its final states beside the old ones, so that an abort changes nothing; only a
-    sequence at token 0 is written in place.
+    sequence at token 0 with the zero state is written in place.
     """
 
     def __init__(self, pool: StatePool) -> None:
@@ -89,7 +89,7 @@ class PrefillPlanner:
         cu = _check_cu_seqlens(cu_seqlens, int(slots.size))
         source = cur.checkpoint[slots]
         target = source.copy()
-        fresh = (cur.base[slots] == 0) & (cur.history[slots] == 0)
+        fresh = (cur.base[slots] == 0) & (cur.history[slots] == 0) & ~cur.given[slots]
         in_place = fresh & (pool.checkpoint_ids.refs[source] == 1)
         moved = np.flatnonzero(~in_place & (np.diff(cu) > 0))
         target[moved] = pool.checkpoint_ids.take(int(moved.size))
@@ -129,9 +129,10 @@ class PrefillPlanner:
         self._require(plan, "abort")
         pool = self.pool
         in_place = plan.source == plan.target
-        # A sequence written in place was at token 0 with the zero state.
+        # A sequence written in place was at token 0 with the zero state. A layer that failed half way
+        # has written as well, so nothing is asked of the layers that ran.
         written = plan.target[in_place & (plan.lengths > 0)]
-        if written.size and plan.layers_run:
+        if written.size:
             pool.checkpoints.zero(pool.device_ids(written))
         pool.checkpoint_ids.release(plan.target[~in_place])
         self._finish(plan, "aborted")
@@ -155,7 +156,8 @@ def _check_cu_seqlens(cu_seqlens: ArrayLike, batch: int) -> NDArray[np.int64]:
             f"cu_seqlens: got {cu.dtype} {list(cu.shape)}; allowed integers [{batch + 1}]; give 0 "
             "and the running sum of the lengths"
         )
-    if cu[0] != 0 or (np.diff(cu) < 0).any():
+    falls = cu[1:] < cu[:-1]  # not by a difference, which wraps for unsigned integers
+    if cu[0] != 0 or falls.any():
         raise InputError(
             f"cu_seqlens: got {cu.tolist()}; allowed values that start at 0 and never fall; give 0 "
             "and the running sum of the lengths"

@@ -7,6 +7,7 @@ A window of T nodes is a tree when a plan is given ``parents``: node ``t`` conti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,7 +25,7 @@ def check_parents(parents: ArrayLike, windows: NDArray[np.int32], width: int) ->
     InputError
         A shape or dtype that does not fit, or a parent that does not come before its node.
     """
-    given = np.asarray(parents)
+    given = _array(parents)
     shape = (windows.size, width)
     if given.dtype.kind not in "iu" or given.shape != shape:
         raise InputError(
@@ -101,13 +102,15 @@ def check_paths(
     nodes = np.full((n, width), -1, dtype=np.int32)
     counts = np.zeros(n, dtype=np.int32)
     for i, path in enumerate(paths):
-        given = np.asarray(path)
+        given = _array(path)
         if given.size and (given.ndim != 1 or given.dtype.kind not in "iu"):
             raise InputError(
                 f"paths: got {given.dtype} {list(given.shape)} for sequence {i}; allowed a flat "
                 "list of node indices; pass the accepted nodes from the root down"
             )
-        steps = [int(t) for t in given if t != -1] if given.size else []
+        steps = [int(t) for t in given] if given.size else []
+        while steps and steps[-1] == -1:
+            steps.pop()
         above = -1
         for t in steps:
             if not 0 <= t < windows[i] or parents[i, t] != above:
@@ -120,3 +123,11 @@ def check_paths(
         nodes[i, : len(steps)] = steps
         counts[i] = len(steps)
     return counts, nodes
+
+
+def _array(values: ArrayLike) -> NDArray[Any]:
+    """As numpy reads it; lists of several lengths become an array of objects, which is refused."""
+    try:
+        return np.asarray(values)
+    except ValueError:
+        return np.asarray(values, dtype=object)

@@ -49,6 +49,8 @@ class Cursors:
         Even while free, odd while live; moves at alloc and free only.
     busy : bool
         A plan holds the sequence, from plan to commit or abort.
+    given : bool
+        A seed or an import gave the state, which then need not be zero at token 0.
     """
 
     def __init__(self, slots: int, pages_per_sequence: int) -> None:
@@ -60,10 +62,12 @@ class Cursors:
         self.table = np.full((slots, pages_per_sequence), -1, dtype=np.int32)
         self.generation = np.zeros(slots, dtype=np.int64)
         self.busy = np.zeros(slots, dtype=bool)
+        self.given = np.zeros(slots, dtype=bool)
         self.asleep = False
         self._tag = next(_tag_counter) % _TAGS
         self._live_prefix = np.full(slots, _FREE, dtype=np.int64)  # handle >> slot bits
         self._stamp = np.zeros(slots, dtype=np.int64)
+        self._retired = 0  # the highest generation of a slot that `resize` cut off
 
     def open(self, slots: NDArray[np.int32]) -> list[SequenceId]:
         """Make free slots live and return their new handles."""
@@ -71,6 +75,7 @@ class Cursors:
         self.base[slots] = 0
         self.history[slots] = 0
         self.undo[slots] = 0
+        self.given[slots] = False
         self.table[slots] = -1
         prefix = (self._tag << _GENERATION_BITS) | self.generation[slots]
         self._live_prefix[slots] = prefix
@@ -156,9 +161,13 @@ class Cursors:
     def resize(self, slots: int) -> None:
         """Change the number of slots; those cut off must be free."""
         keep = min(slots, self.slots)
-        for name in ("base", "history", "undo", "checkpoint", "table", "generation", "busy"):
+        # A slot that comes back starts above all that was cut off, or old handles would live again.
+        self._retired = int(self.generation[keep:].max(initial=self._retired))
+        for name in (
+            "base", "history", "undo", "checkpoint", "table", "generation", "busy", "given",
+        ):  # fmt: skip
             old = getattr(self, name)
-            fill = -1 if name in ("checkpoint", "table") else 0
+            fill = {"checkpoint": -1, "table": -1, "generation": self._retired}.get(name, 0)
             new = np.full((slots, *old.shape[1:]), fill, dtype=old.dtype)
             new[:keep] = old[:keep]
             setattr(self, name, new)

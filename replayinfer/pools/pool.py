@@ -242,6 +242,7 @@ class StatePool:
         cur.base[slot] = tokens
         cur.history[slot] = 0
         cur.undo[slot] = 0
+        cur.given[slot] = True
         target = self.device_ids(cur.checkpoint[slot : slot + 1])
         for index, (state, rows) in enumerate(zip(state_rows, conv_rows, strict=True)):
             self.checkpoints.store(index, target, state[None])
@@ -279,6 +280,7 @@ class StatePool:
         cur.base[slots] = cur.base[slot]
         cur.history[slots] = kept
         cur.undo[slots] = max(int(cur.undo[slot]) - (history - kept), 0)
+        cur.given[slots] = cur.given[slot]
         cur.checkpoint[slots] = cur.checkpoint[slot]
         self.checkpoint_ids.share(np.full(count, cur.checkpoint[slot], dtype=np.int32))
         shared = cur.table[slot, :full]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..checks import positive_int
 from ..errors import CapacityError, PlanError
+from .cursors import MAX_SLOTS
 
 if TYPE_CHECKING:
     from .pool import StatePool
@@ -32,6 +33,7 @@ class Residence:
     def sleep(self, *, keep: bool) -> None:
         """Free the device memory of pages and rings, keeping the states on the host or not."""
         pool = self._pool
+        pool.cursors.require_awake()
         self._require_idle("sleep")
         if not keep:
             slots = pool.cursors.live
@@ -76,7 +78,7 @@ class Residence:
         old = pool.sizes
         sizes = dataclasses.replace(
             old,
-            max_sequences=_count("max_sequences", max_sequences, old.max_sequences),
+            max_sequences=_count("max_sequences", max_sequences, old.max_sequences, MAX_SLOTS),
             checkpoint_pages=_count("checkpoint_pages", checkpoint_pages, old.checkpoint_pages),
             input_pages=_count("input_pages", input_pages, old.input_pages),
         )
@@ -96,7 +98,12 @@ class Residence:
 
         old_checkpoints, old_inputs, old_conv = pool.checkpoints, pool.inputs, pool.conv
         pool.sizes = sizes
-        pool.make_tensors()
+        try:
+            pool.make_tensors()
+        except BaseException:  # out of memory, mostly: the states stay where they are
+            pool.sizes = old
+            pool.checkpoints, pool.inputs, pool.conv = old_checkpoints, old_inputs, old_conv
+            raise
         moved = pool.checkpoint_ids.resize(sizes.checkpoint_pages)
         _remap(cur.checkpoint, moved)
         source, target = _pairs(pool, moved)
@@ -119,8 +126,8 @@ class Residence:
             )
 
 
-def _count(name: str, value: int | None, old: int) -> int:
-    return old if value is None else positive_int(name, value)
+def _count(name: str, value: int | None, old: int, most: int | None = None) -> int:
+    return old if value is None else positive_int(name, value, maximum=most)
 
 
 def _remap(ids: NDArray[np.int32], moved: NDArray[np.int32]) -> None:

@@ -33,6 +33,8 @@ __all__ = [
 
 LAYOUT_VERSION = 1
 
+_MOST_TOKENS = 1 << 62  # a cursor is an int64
+
 
 @dataclass(frozen=True)
 class SequenceSnapshot:
@@ -118,7 +120,7 @@ def import_sequence(pool: StatePool, snapshot: SequenceSnapshot) -> SequenceId:
     cur = pool.cursors
     slot = cur.one(sequence)
     cur.table[slot, :pages] = pool.input_ids.take(pages)
-    cur.base[slot], cur.history[slot] = base, history
+    cur.base[slot], cur.history[slot], cur.given[slot] = base, history, True
     tensors = snapshot.tensors
     page, offset = (pool.device_ids(x) for x in _places(pool, slot, np.arange(history)))
     for name, field in pool.inputs.fields.items():
@@ -142,6 +144,11 @@ def _ring(pool: StatePool, base: int, history: int) -> torch.Tensor:
 
 
 def _check(pool: StatePool, snapshot: SequenceSnapshot) -> None:
+    if not isinstance(snapshot, SequenceSnapshot) or not isinstance(snapshot.header, Mapping):
+        raise InputError(
+            f"snapshot: got {type(snapshot).__name__} without a header; allowed a SequenceSnapshot; "
+            "pass what export or load_sequence returned"
+        )
     want, have = describe_pool(pool), snapshot.header
     flat_want, flat_have = _flat(want), _flat(have)
     wrong = [
@@ -154,7 +161,7 @@ def _check(pool: StatePool, snapshot: SequenceSnapshot) -> None:
     history, tokens = have.get("history"), have.get("tokens")
     if not isinstance(history, int) or not 0 <= history <= pool.capacity:
         wrong.append(f"history is {history!r}, allowed 0..{pool.capacity}")
-    elif not isinstance(tokens, int) or tokens < history:
+    elif not isinstance(tokens, int) or not history <= tokens < _MOST_TOKENS:
         wrong.append(f"tokens is {tokens!r}, allowed an integer >= history={history}")
     if not wrong:
         wrong = _tensor_faults(pool, snapshot, int(history or 0))

@@ -34,6 +34,9 @@ def tensor_bytes(pool):
     seen, stack, total = set(), [pool], 0
     while stack:
         value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
             if storage.data_ptr() not in seen:

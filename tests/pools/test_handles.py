@@ -170,6 +170,20 @@ def test_generations_wrap_without_touching_other_fields(world):
         pool.tokens(last)
 
 
+def test_a_slot_that_was_cut_off_comes_back_with_later_generations(world):
+    """Shrinking forgets the slot, not which handles it gave out."""
+    pool = world.pool
+    pool.free(pool.alloc(2))  # slots 3 and 4
+    old = pool.alloc(2)
+    pool.free(old)
+    pool.resize(max_sequences=4)
+    pool.resize(max_sequences=6)
+    new = pool.alloc(3)
+    assert not set(new) & {*old, world.stale}
+    for handle in (*old, world.stale):
+        refuse(world, handle)
+
+
 def test_handles_of_many_sequences_are_distinct(rng):
     pool = World(SPECS["mamba2"], rng, max_sequences=5, layers=[0]).pool
     seen = set()

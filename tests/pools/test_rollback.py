@@ -22,7 +22,7 @@ def test_window_reaches_back_over_the_last_commit(rng):
         with Unchanged(world.pool), pytest.raises(InputError) as error:
             world.pool.rollback(a, rows)
         assert str(error.value).startswith(
-            f"rows: got {rows}; allowed 0..3 (rows of the last commit); "
+            f"rows: got {rows} to drop; allowed 0..3 of 7 (rows of the last commit); "
         )
     world.rollback(a, 1)
     world.check()
@@ -43,7 +43,7 @@ def test_a_commit_of_nothing_leaves_nothing_to_undo(rng):
     (a,) = world.alloc()
     world.step({a: 2})
     world.step({a: 2}, {a: 0})
-    with pytest.raises(InputError, match=r"rows: got 1; allowed 0\.\.0 "):
+    with pytest.raises(InputError, match=r"rows: got 1 to drop; allowed 0\.\.0 "):
         world.pool.rollback(a, 1)
 
 
@@ -57,7 +57,7 @@ def test_any_reaches_back_to_the_checkpoint(family, rows, rng):
     world.grow(a, 8)
     with Unchanged(world.pool), pytest.raises(InputError) as error:
         world.pool.rollback(a, 9)
-    assert str(error.value).startswith("rows: got 9; allowed 0..8 (rows after the checkpoint); ")
+    assert str(error.value).startswith("rows: got 9 to drop; allowed 0..8 of 8 (rows after the checkpoint); ")
     world.rollback(a, rows)
     world.check()
     assert world.pool.tokens(a) == 13 - rows
@@ -73,7 +73,7 @@ def test_never_below_the_token_base(rng):
     world.step({a: 2})
     world.step({a: 2})  # folds four rows first
     assert world.pool.tokens(a) == 15
-    with pytest.raises(InputError, match=r"rows: got 3; allowed 0\.\.2 \(rows after the check"):
+    with pytest.raises(InputError, match=r"rows: got 3 to drop; allowed 0\.\.2 of 2 \(rows after the"):
         world.pool.rollback(a, 3)
     world.rollback(a, 2)
     assert world.pool.tokens(a) == 13
@@ -102,7 +102,7 @@ def test_an_aborted_window_narrows_what_can_be_undone(rng):
         world.wrapper.fold()
         world.run(plan, world.draw(plan))
         world.wrapper.abort()
-        with pytest.raises(InputError, match=rf"rows: got 4; allowed 0\.\.{left} "):
+        with pytest.raises(InputError, match=rf"rows: got 4 to drop; allowed 0\.\.{left} "):
             world.pool.rollback(a, 4)
         world.rollback(a, left)
         world.check()

@@ -124,7 +124,7 @@ def test_seeding_again_forgets_everything(rng):
         world.seed(a, tokens=tokens)
         assert world.pool.pages_in_use() == pages
         assert (world.pool.tokens(a), world.pool.history(a)) == (tokens, 0)
-        with pytest.raises(InputError, match=r"rows: got 1; allowed 0\.\.0 "):
+        with pytest.raises(InputError, match=r"rows: got 1 to drop; allowed 0\.\.0 "):
             world.pool.rollback(a, 1)
         world.check()
 
