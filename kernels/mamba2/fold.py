@@ -34,7 +34,7 @@ def _fold_kernel(
     stride_row_x_layer, stride_row_x_page, stride_row_x_row, stride_row_x_h,
     stride_row_b_layer, stride_row_b_page, stride_row_b_row, stride_row_b_g,
     stride_row_dt_layer, stride_row_dt_page, stride_row_dt_row,
-    stride_table_b,
+    stride_table_b, pages,
     num_layers,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, PAGE_ROWS: tl.constexpr,
@@ -70,22 +70,23 @@ def _fold_kernel(
 
         live, more = j < history, j + 1 < history
         table = table_ptr + f * stride_table_b
-        at = row_offset(table, j, live, stride_row_x_page, stride_row_x_row, PAGE_ROWS)
+        at = row_offset(table, j, pages, stride_row_x_page, stride_row_x_row, PAGE_ROWS)
         at += layer * stride_row_x_layer + h * stride_row_x_h
         xs = tl.load(
             row_x_ptr + at[:, None] + d[None, :], mask=live[:, None] & in_d[None, :], other=0.0
         )
-        at = row_offset(table, j, live, stride_row_b_page, stride_row_b_row, PAGE_ROWS)
+        at = row_offset(table, j, pages, stride_row_b_page, stride_row_b_row, PAGE_ROWS)
         at += layer * stride_row_b_layer + h // HEADS * stride_row_b_g
         bs = tl.load(
             row_b_ptr + at[:, None] + n[None, :], mask=live[:, None] & in_n[None, :], other=0.0
         )
         dts = row_dt_ptr + layer * stride_row_dt_layer + h
-        at = row_offset(table, j, live, stride_row_dt_page, stride_row_dt_row, PAGE_ROWS)
+        at = row_offset(table, j, pages, stride_row_dt_page, stride_row_dt_row, PAGE_ROWS)
         own = tl.load(dts + at, mask=live, other=0.0)
-        at = row_offset(table, j + 1, more, stride_row_dt_page, stride_row_dt_row, PAGE_ROWS)
+        at = row_offset(table, j + 1, pages, stride_row_dt_page, stride_row_dt_row, PAGE_ROWS)
         following = tl.load(dts + at, mask=more, other=0.0)
 
+        tl.debug_barrier()  # keeps the loads above the arithmetic, so that all are in flight
         reach = tl.cumsum(following, axis=0, reverse=True)  # over (j, h]: shifted, then scanned
         weight = own * tl.exp(rate * reach)
         state = dot_exact(tl.trans(weight[:, None] * xs.to(tl.float32)), bs, INTERPRET)
@@ -143,7 +144,7 @@ def fold(
         row_x.stride(0), row_x.stride(1), row_x.stride(2), row_x.stride(3),
         row_b.stride(0), row_b.stride(1), row_b.stride(2), row_b.stride(3),
         row_dt.stride(0), row_dt.stride(1), row_dt.stride(2),
-        table.stride(0),
+        table.stride(0), table.shape[1],
         layers,
         GROUPS=groups, HEADS=heads // groups, DIM=dim, STATE=state,
         BLOCK_D=block_d, BLOCK_N=max(16, triton.next_power_of_2(state)),

@@ -39,7 +39,7 @@ def _fused_kernel(
     stride_row_x_page, stride_row_x_row, stride_row_x_h,
     stride_row_b_page, stride_row_b_row, stride_row_b_g,
     stride_row_dt_page, stride_row_dt_row,
-    stride_table_b, dt_min, dt_max,
+    stride_table_b, pages, dt_min, dt_max,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, PAGE_ROWS: tl.constexpr,
     SOFTPLUS: tl.constexpr, HAS_Z: tl.constexpr, PDL: tl.constexpr,
@@ -66,6 +66,11 @@ def _fused_kernel(
     new_b = tl.load(b_ptr + b * stride_b_b + group * stride_b_g + n, mask=in_n, other=0.0)
     dt = tl.load(dt_ptr + b * stride_dt_b + h).to(tl.float32) + dt_bias
     new_x = tl.load(x_ptr + b * stride_x_b + h * stride_x_h + d, mask=in_d, other=0.0)
+    table_ptr += b * stride_table_b
+    at_x = row_offset(table_ptr, j, pages, stride_row_x_page, stride_row_x_row, PAGE_ROWS)
+    at_b = row_offset(table_ptr, j, pages, stride_row_b_page, stride_row_b_row, PAGE_ROWS)
+    at_dt = row_offset(table_ptr, j, pages, stride_row_dt_page, stride_row_dt_row, PAGE_ROWS)
+    at_next = row_offset(table_ptr, j + 1, pages, stride_row_dt_page, stride_row_dt_row, PAGE_ROWS)
     y_ptr += b * stride_y_b + h * stride_y_h + d
     if (page < 0) | (tokens == 0):  # pad or empty window: zeros, and no other write
         tl.store(y_ptr, tl.zeros([BLOCK_R], y_ptr.dtype.element_ty), mask=in_d)
@@ -74,23 +79,19 @@ def _fused_kernel(
     plane_ptr += page * stride_plane_page + h * stride_plane_h
     in_tile = in_d[:, None] & in_n[None, :]
     state = tl.load(plane_ptr + d[:, None] * STATE + n[None, :], mask=in_tile, other=0.0)
-    table_ptr += b * stride_table_b
     live, more = j < history, j + 1 < history
-    at = row_offset(table_ptr, j, live, stride_row_b_page, stride_row_b_row, PAGE_ROWS)
     rows_b = tl.load(
-        row_b_ptr + at[:, None] + group * stride_row_b_g + n[None, :],
+        row_b_ptr + at_b[:, None] + group * stride_row_b_g + n[None, :],
         mask=live[:, None] & in_n[None, :], other=0.0,
     )  # fmt: skip
-    at = row_offset(table_ptr, j, live, stride_row_x_page, stride_row_x_row, PAGE_ROWS)
     rows_x = tl.load(
-        row_x_ptr + at[:, None] + h * stride_row_x_h + d[None, :],
+        row_x_ptr + at_x[:, None] + h * stride_row_x_h + d[None, :],
         mask=live[:, None] & in_d[None, :], other=0.0,
     )  # fmt: skip
-    at = row_offset(table_ptr, j, live, stride_row_dt_page, stride_row_dt_row, PAGE_ROWS)
-    own = tl.load(row_dt_ptr + at + h, mask=live, other=0.0)
-    at = row_offset(table_ptr, j + 1, more, stride_row_dt_page, stride_row_dt_row, PAGE_ROWS)
-    following = tl.load(row_dt_ptr + at + h, mask=more, other=0.0)
+    own = tl.load(row_dt_ptr + at_dt + h, mask=live, other=0.0)
+    following = tl.load(row_dt_ptr + at_next + h, mask=more, other=0.0)
     here = tl.load(table_ptr + history // PAGE_ROWS).to(tl.int64)
+    tl.debug_barrier()  # keeps the loads above the arithmetic, so that all are in flight
 
     if SOFTPLUS:
         dt = softplus(dt)
@@ -162,7 +163,7 @@ def fused(
         row_x.stride(0), row_x.stride(1), row_x.stride(2),
         row_b.stride(0), row_b.stride(1), row_b.stride(2),
         row_dt.stride(0), row_dt.stride(1),
-        table.stride(0), dt_limit[0], dt_limit[1],
+        table.stride(0), table.shape[1], dt_limit[0], dt_limit[1],
         GROUPS=groups, HEADS=heads // groups, DIM=dim, STATE=state,
         BLOCK_R=block_r, BLOCK_N=triton.next_power_of_2(state),
         BLOCK_J=max(2, triton.next_power_of_2(capacity)), PAGE_ROWS=row_x.shape[1],

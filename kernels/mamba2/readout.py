@@ -1,16 +1,17 @@
-"""Mamba-2 decode readout: streams checkpoints; the prepass has done everything else.
+"""Mamba-2 decode readout: streams checkpoints and ``x`` rows; the prepass did the rest.
 
 ::
 
-    y = decay (S0 C) + replay          optionally  y *= silu(z)
+    y = decay (S0 C) + sum_j weight_j x_j + own x          optionally  y *= silu(z)
 
-Reads the checkpoint plane ``[pages, heads, dim, state]`` and, of the prepass,
-``replay [batch, heads, dim]`` and ``decay [batch, heads]``; writes ``y [batch, heads, dim]``.
+Reads the checkpoint plane ``[pages, heads, dim, state]``, the ``x`` rows, and of the prepass
+``weight [batch, heads, rows]`` and ``scale [batch, heads, 2]`` (decay, own); writes
+``y [batch, heads, dim]`` and the token's ``x`` row.
 
-It is bound by the bytes of the plane as long as the instructions stay few: about 20 a 128-bit load.
-So a program is a block of state rows (the rows of a group, head after head, taken as one list), the
-offsets inside a page are 32-bit with constant steps, and the state is read in chunks of 64 bytes a
-row: four lanes share a row, which leaves two shuffles to its sum.
+It is bound by bytes as long as enough loads are in flight and the instructions stay few, about 20 to
+a 128-bit load. So a program is a block of one head's rows and does everything once: first all loads,
+then all arithmetic. The state is read in chunks of 64 bytes a row, so that four lanes share a row and
+its sum takes two shuffles; the steps inside a tile are constants.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import triton.language as tl
 
 from ..common.gates import silu
 from ..common.pdl import launch_dependents, wait_for_previous
+from ..common.rows import row_offset
 from ..common.split import load_pairs, round_to, unpack_pairs
 from ..launch.config import LaunchConfig
 
@@ -29,114 +31,120 @@ __all__ = ["readout"]
 
 @triton.jit
 def _readout_kernel(
-    y_ptr, plane_ptr, replay_ptr, decay_ptr, c_ptr, z_ptr,
-    page_ptr, window_ptr,
+    y_ptr, plane_ptr, weight_ptr, scale_ptr, x_ptr, c_ptr, z_ptr, row_x_ptr,
+    page_ptr, history_ptr, window_ptr, table_ptr,
     stride_y_b, stride_y_h, stride_plane_page, stride_plane_h,
-    stride_c_b, stride_c_g, stride_z_b, stride_z_h,
+    stride_x_b, stride_x_h, stride_c_b, stride_c_g, stride_z_b, stride_z_h,
+    stride_row_x_page, stride_row_x_row, stride_row_x_h,
+    stride_table_b, pages,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr,
-    BLOCK_R: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAIRS: tl.constexpr, HAS_Z: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_D: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+    PAGE_ROWS: tl.constexpr, PAIRS: tl.constexpr, HAS_Z: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    ROWS: tl.constexpr = HEADS * DIM  # of a group
-    BLOCKS: tl.constexpr = (ROWS + BLOCK_R - 1) // BLOCK_R
+    BLOCKS: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
     pid = tl.program_id(0)  # all of the grid on axis 0
     block = pid % BLOCKS
-    group = pid // BLOCKS % GROUPS
-    b = (pid // BLOCKS // GROUPS).to(tl.int64)
+    h = pid // BLOCKS % (GROUPS * HEADS)
+    b = (pid // BLOCKS // (GROUPS * HEADS)).to(tl.int64)
+    d = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    j = tl.arange(0, BLOCK_J)
+    in_d = d < DIM
     page = tl.load(page_ptr + b).to(tl.int64)
     tokens = tl.load(window_ptr + b)
-
-    # A group's list of state rows is a list of its heads' dims. Where blocks divide heads, the head
-    # is one number and the tile has constant steps.
-    r = tl.arange(0, BLOCK_R)
-    plane_ptr += page * stride_plane_page
-    if DIM % BLOCK_R == 0:
-        h = group * HEADS + block * BLOCK_R // DIM
-        first = block * BLOCK_R % DIM
-        d = first + r
-        in_r = tl.full([BLOCK_R], True, tl.int1)
-        plane_ptr += h * stride_plane_h + first * STATE
-        at = r * STATE
-    else:
-        r += block * BLOCK_R
-        h = group * HEADS + r // DIM
-        d = r % DIM
-        in_r = r < ROWS
-        at = h * stride_plane_h + d * STATE
-    y_ptr += b * stride_y_b
-    at_y = h * stride_y_h + d
+    history = tl.load(history_ptr + b)
+    table_ptr += b * stride_table_b
+    at_rows = row_offset(table_ptr, j, pages, stride_row_x_page, stride_row_x_row, PAGE_ROWS)
+    y_ptr += b * stride_y_b + h * stride_y_h + d
     if (page < 0) | (tokens == 0):  # pad or empty window: zeros, and no other write
         if PDL:
             wait_for_previous()
-        tl.store(y_ptr + at_y, tl.zeros([BLOCK_R], y_ptr.dtype.element_ty), mask=in_r)
+        tl.store(y_ptr, tl.zeros([BLOCK_D], y_ptr.dtype.element_ty), mask=in_d)
         return
 
-    # A row is [CHUNKS, BLOCK_N]: its chunks lie in one thread, its columns in neighbours.
+    # A row of the state is [CHUNKS, BLOCK_N]: its chunks lie in one thread, its columns in neighbours.
     WIDTH: tl.constexpr = STATE // 2 if PAIRS else STATE
     n = tl.arange(0, CHUNKS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     in_n = n < WIDTH
-    in_tile = in_r[:, None, None] & in_n[None, :, :]
-    c_ptr += b * stride_c_b + group * stride_c_g
+    in_tile = in_d[:, None, None] & in_n[None, :, :]
+    at = tl.arange(0, BLOCK_D)[:, None, None] * WIDTH + n[None, :, :]
+    plane_ptr += page * stride_plane_page + h * stride_plane_h + block * (BLOCK_D * STATE)
+    c_ptr += b * stride_c_b + h // HEADS * stride_c_g
     if PAIRS:
-        plane_ptr = plane_ptr.to(tl.pointer_type(tl.int32))
-        state = tl.load(plane_ptr + (at[:, None, None] // 2 + n[None, :, :]), mask=in_tile, other=0)
+        state = tl.load(plane_ptr.to(tl.pointer_type(tl.int32)) + at, mask=in_tile, other=0)
         c, c_odd = load_pairs(c_ptr, n, in_n)
     else:
-        state = tl.load(plane_ptr + (at[:, None, None] + n[None, :, :]), mask=in_tile, other=0.0)
+        state = tl.load(plane_ptr + at, mask=in_tile, other=0.0)
         c = tl.load(c_ptr + n, mask=in_n, other=0.0).to(tl.float32)
+    live = j < history
+    row_x_ptr += h * stride_row_x_h
+    rows = tl.load(
+        row_x_ptr + at_rows[:, None] + d[None, :], mask=live[:, None] & in_d[None, :], other=0.0
+    )
+    x = tl.load(x_ptr + b * stride_x_b + h * stride_x_h + d, mask=in_d, other=0.0)
+    here = row_offset(table_ptr, history, pages, stride_row_x_page, stride_row_x_row, PAGE_ROWS)
+    # Either of these keeps the loads above the arithmetic: mixed, too few would be in flight.
     if PDL:
         launch_dependents()
-        wait_for_previous()  # the prepass; checkpoints and C are older than it
+        wait_for_previous()  # the prepass; all that was read so far is older
     else:
         tl.debug_barrier()
-    # Either keeps all loads above all arithmetic: mixed, too few would be in flight.
+    at_weight = b * (GROUPS * HEADS) + h
+    weight = tl.load(weight_ptr + at_weight * BLOCK_J + j)
+    decay = tl.load(scale_ptr + at_weight * 2)
+    own = tl.load(scale_ptr + at_weight * 2 + 1)
+
     if PAIRS:
         even, odd = unpack_pairs(state)
-        products = even * c[None, :, :] + odd * c_odd[None, :, :]
+        read = tl.sum(even * c[None, :, :], axis=1) + tl.sum(odd * c_odd[None, :, :], axis=1)
     else:
-        products = state.to(tl.float32) * c[None, :, :]
-    y = tl.sum(tl.sum(products, axis=1), axis=1)
-    num_heads = GROUPS * HEADS
-    y *= tl.load(decay_ptr + b * num_heads + h)
-    y += tl.load(replay_ptr + (b * num_heads + h) * DIM + d, mask=in_r, other=0.0)
+        read = tl.sum(state.to(tl.float32) * c[None, :, :], axis=1)
+    y = decay * tl.sum(read, axis=1)
+    y += tl.sum(weight[:, None] * rows.to(tl.float32), axis=0) + own * x.to(tl.float32)
     if HAS_Z:
-        z = tl.load(z_ptr + b * stride_z_b + h * stride_z_h + d, mask=in_r, other=0.0)
+        z = tl.load(z_ptr + b * stride_z_b + h * stride_z_h + d, mask=in_d, other=0.0)
         y *= silu(z.to(tl.float32))
-    tl.store(y_ptr + at_y, round_to(y, y_ptr.dtype.element_ty), mask=in_r)
+    tl.store(y_ptr, round_to(y, y_ptr.dtype.element_ty), mask=in_d)
+    tl.store(row_x_ptr + here + d, x, mask=in_d)
 
 
 def readout(
     y: torch.Tensor,
     plane: torch.Tensor,
-    replay: torch.Tensor,
-    decay: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x: torch.Tensor,
     c: torch.Tensor,
     z: torch.Tensor | None,
+    row_x: torch.Tensor,
     page: torch.Tensor,
+    history: torch.Tensor,
     window: torch.Tensor,
+    table: torch.Tensor,
     *,
     pdl: bool,
     config: LaunchConfig,
 ) -> None:
-    """Launch over ``[batch, heads, dim]`` of one token and one layer; see the module.
+    """Launch over ``[batch, heads, dim]`` inputs of one token and one layer; see the module.
 
     A head's ``dim * state`` values are contiguous in `plane`.
     """
-    batch, heads, dim = y.shape
+    batch, heads, dim = x.shape
     groups, state = c.shape[1], c.shape[2]
-    rows = heads // groups * dim
-    block_r = min(config.rows or 32, triton.next_power_of_2(rows))
-    gate = y if z is None else z
-    pairs = plane.dtype == torch.bfloat16 and state % 2 == 0
+    block_d = min(config.rows or 64, triton.next_power_of_2(dim))
+    pairs = plane.dtype == torch.bfloat16
     width = state // 2 if pairs else state
-    block_n = min(64 // (plane.element_size() * (2 if pairs else 1)), triton.next_power_of_2(width))
-    _readout_kernel[(batch * groups * triton.cdiv(rows, block_r),)](
-        y, plane, replay, decay, c, gate,
-        page, window,
+    block_n = min(64 // (4 if pairs else plane.element_size()), triton.next_power_of_2(width))
+    gate = x if z is None else z
+    _readout_kernel[(batch * heads * triton.cdiv(dim, block_d),)](
+        y, plane, weight, scale, x, c, gate, row_x,
+        page, history, window, table,
         y.stride(0), y.stride(1), plane.stride(0), plane.stride(1),
-        c.stride(0), c.stride(1), gate.stride(0), gate.stride(1),
+        x.stride(0), x.stride(1), c.stride(0), c.stride(1), gate.stride(0), gate.stride(1),
+        row_x.stride(0), row_x.stride(1), row_x.stride(2),
+        table.stride(0), table.shape[1],
         GROUPS=groups, HEADS=heads // groups, DIM=dim, STATE=state,
-        BLOCK_R=block_r, CHUNKS=triton.next_power_of_2(triton.cdiv(width, block_n)), BLOCK_N=block_n,
-        PAIRS=pairs, HAS_Z=z is not None, PDL=pdl,
+        BLOCK_D=block_d, CHUNKS=triton.next_power_of_2(triton.cdiv(width, block_n)),
+        BLOCK_N=block_n, BLOCK_J=weight.shape[2],
+        PAGE_ROWS=row_x.shape[1], PAIRS=pairs, HAS_Z=z is not None, PDL=pdl,
         num_warps=config.num_warps, maxnreg=config.registers or None, launch_pdl=pdl,
     )  # fmt: skip

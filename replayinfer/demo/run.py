@@ -17,7 +17,7 @@ from ..checks import positive_int
 from ..formats import get_format
 from .models import build_model
 from .prompts import load_prompts
-from .reference import LOGIT_BOUNDS, Comparison, Reference, compare, generate
+from .reference import FP32_BOUND, Comparison, Reference, compare, generate, logit_bound
 from .serve import Event, Request, Schedule, Server
 
 __all__ = ["DemoOptions", "DemoResult", "Progress", "quiet_peer", "run_model"]
@@ -98,7 +98,7 @@ def run_model(name: str, options: DemoOptions, progress: Progress) -> DemoResult
     """Build a model, decode the prompts by its own ``generate``, serve them by replay, compare.
 
     In the format ``fp32`` the served tokens are free and must be those of ``generate``. In the
-    rounded formats they follow the reference, and logits must agree within `LOGIT_BOUNDS`.
+    rounded formats they follow the reference, and logits must agree within `logit_bound`.
     """
     prompts = load_prompts(options.prompts, options.files)
     with quiet_peer(), _one_thread():
@@ -122,7 +122,7 @@ def run_model(name: str, options: DemoOptions, progress: Progress) -> DemoResult
         seconds = time.perf_counter() - began
 
     exact = options.format == "fp32"
-    bound = LOGIT_BOUNDS[options.format]
+    bound = logit_bound(options.format, options.capacity)
     pool, counters = engine.pool, engine.counters
     leaked = sum(pool.pages_in_use().values())
     right = comparison.max_logit_diff <= bound
@@ -234,7 +234,7 @@ def _compare(
         result += compare(
             model, request.prompt, reference, request.tokens, request.logits,
             skip=schedule.fork_at if request is server.child else 0,
-            bound=LOGIT_BOUNDS["fp32"],
+            bound=FP32_BOUND,
             forced=options.format != "fp32",
         )  # fmt: skip
     return result

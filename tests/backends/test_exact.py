@@ -63,7 +63,7 @@ def test_split_folds_are_fp32_folds(case, rng):
 @pytest.mark.parametrize("sizes", [(8, 16), (32, 64)], ids=str)
 def test_bits_do_not_depend_on_who_shares_the_batch(case, sizes, rng):
     """Policy `full`: alone, or among neighbours with any windows and in any bucket."""
-    case = case.but(dim=sizes[0], state=sizes[1], batch=5, max_window=4)
+    case = case.but(dim=sizes[0], state=sizes[1], batch=5, max_window=4, tokens=20)
     crowd, alone = twins(case, rng)
     while (crowd.done < case.tokens).any():
         left = case.tokens - crowd.done

@@ -29,19 +29,24 @@ def test_around_the_capacity(case, window, format, rng):
 
 @pytest.mark.parametrize("case", vary(BASES, gates=GATES), ids=str)
 def test_thousand_tokens(case, rng):
-    decode(case.but(tokens=1000, max_window=4, capacity=16), rng)
+    decode(case.but(tokens=1000, max_window=8, capacity=16), rng)
 
 
-@pytest.mark.parametrize("case", vary(BASES, format=FORMATS[1:]), ids=str)
-def test_thousand_tokens_in_every_format(case, rng):
-    decode(case.but(tokens=1000, max_window=4, capacity=16, dtype=torch.bfloat16), rng)
+@pytest.mark.parametrize("case", vary(BASES, format=["fp32_split", "bf16"]), ids=str)
+def test_thousand_tokens_in_rounded_formats(case, rng):
+    decode(case.but(tokens=1000, max_window=8, capacity=16, dtype=torch.bfloat16), rng)
 
 
 @pytest.mark.parametrize("case", vary(BASES, gates=GATES), ids=str)
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gates_formats_and_types(case, format, dtype, rng):
-    decode(case.but(format=format, dtype=dtype), rng)
+def test_gates_and_formats(case, format, rng):
+    decode(case.but(format=format, dtype=torch.bfloat16), rng)
+
+
+@pytest.mark.parametrize("case", vary(BASES, dtype=DTYPES), ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_types_and_formats(case, format, rng):
+    decode(case.but(format=format), rng)
 
 
 @pytest.mark.parametrize("case", vary(BASES, gate_dtype=DTYPES), ids=str)
@@ -61,14 +66,13 @@ def test_gates_have_their_own_type(case, rng):
     ),
     ids=str,
 )
-@pytest.mark.parametrize("format", ["fp32", "fp32_split"])
-def test_pages_and_policies(case, format, rng):
-    decode(case.but(format=format), rng)
+def test_pages_and_policies(case, rng):
+    decode(case.but(format="fp32_split"), rng)
 
 
 @pytest.mark.parametrize("case", vary(BASES, format=["bf16", "fp16"]), ids=str)
 def test_rounding_once_a_fold_beats_rounding_every_token(case, rng):
     """With gates near 1 an error stays, so a fold of 16 rows makes several times fewer of them."""
-    world = World(case.but(tokens=200, capacity=16, max_window=1, gates="near_one"), rng).decode()
+    world = World(case.but(tokens=120, capacity=16, max_window=1, gates="near_one"), rng).decode()
     got, plain = (relative_error(s, world.exact[1]) for s in (world.states(), world.plain[1]))
     assert got < 0.75 * plain

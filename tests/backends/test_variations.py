@@ -35,7 +35,7 @@ CASES += [
 @pytest.mark.parametrize("gates", ["realistic", "extreme"])
 @pytest.mark.parametrize("format", ["fp32", "fp32_split"])
 def test_variation(case, gates, format, rng):
-    World(case.but(gates=gates, format=format), rng).decode().check()
+    World(case.but(gates=gates, format=format, tokens=25), rng).decode().check()
 
 
 @pytest.mark.parametrize("case", BASES, ids=str)

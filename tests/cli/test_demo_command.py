@@ -54,9 +54,7 @@ def test_a_table_for_people(capsys):
 
 
 def test_a_failed_check_is_status_1(capsys, monkeypatch):
-    from replayinfer.demo import reference
-
-    monkeypatch.setitem(reference.LOGIT_BOUNDS, "fp16", 0.0)
+    monkeypatch.setattr("replayinfer.demo.run.logit_bound", lambda format, capacity: 0.0)
     arguments = ["demo", "--model", "qwen3_next", "--prompts", "1", "--tokens", "3", "--json"]
     assert run([*arguments, "--format", "fp16"]) == 1
     assert json.loads(capsys.readouterr().out)["ok"] is False

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from replayinfer.demo import reference as module
-from replayinfer.demo.reference import Comparison, Reference, compare, generate
+from replayinfer.demo.reference import (
+    FP32_BOUND,
+    Comparison,
+    Reference,
+    compare,
+    generate,
+    logit_bound,
+)
 
 BOUND = 0.01
 
@@ -88,6 +95,14 @@ def test_a_forced_token_is_equal_where_it_would_have_been_chosen(no_generate):
     right = Reference([3, 0, 2], logits(3, 0, 2))
     got = check(right, [3, 0, 2], logits(3, 1, 2), forced=True)
     assert (got.tokens, got.equal, got.max_logit_diff) == (3, 2, 1.0)
+
+
+def test_bounds_by_format_and_capacity():
+    assert logit_bound("fp32", 1) == logit_bound("fp32", 16) == FP32_BOUND
+    # The recurrence of fp32_split is not rounded, so folding more often costs nothing.
+    assert logit_bound("fp32_split", 1) == logit_bound("fp32_split", 16) < logit_bound("bf16", 64)
+    assert logit_bound("bf16", 16) < logit_bound("bf16", 1) < 1
+    assert logit_bound("fp16", 16) == logit_bound("bf16", 16) / 8
 
 
 def test_comparisons_add_up():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from replayinfer import InputError, StatePool, UnsupportedError
-from replayinfer.demo.reference import LOGIT_BOUNDS
+from replayinfer.demo.reference import FP32_BOUND, logit_bound
 from replayinfer.demo.run import DemoOptions, run_model
 from replayinfer.formats import FORMATS
 from replayinfer.integrations.transformers import ReplayEngine
@@ -32,7 +32,7 @@ def test_fp32_gives_every_token(name):
     assert result.check == "tokens"
     assert result.tokens == 3 * 18 + (18 - 18 // 4)  # and what the child decodes itself
     assert result.tokens_equal + result.ties == result.tokens
-    assert result.max_logit_diff <= result.logit_bound == LOGIT_BOUNDS["fp32"]
+    assert result.max_logit_diff <= result.logit_bound == FP32_BOUND
     assert (result.forks, result.preemptions, result.pages_leaked) == (1, 1, 0)
     assert result.steps >= 17
     assert result.folds >= 3 * 3
@@ -49,7 +49,9 @@ def test_rounded_formats_stay_within_their_bound(name, format):
     result = run(name, format=format)
     assert result.ok
     assert result.check == "logits"
-    assert 1e-4 < result.max_logit_diff <= LOGIT_BOUNDS[format]
+    assert (
+        1e-4 < result.max_logit_diff <= result.logit_bound == logit_bound(format, SMALL["capacity"])
+    )
     assert result.tokens_equal > 0.9 * result.tokens
 
 
@@ -92,7 +94,7 @@ def test_a_wrong_state_fails(monkeypatch, name):
     monkeypatch.setattr(StatePool, "seed", off)
     result = run(name)
     assert not result.ok
-    assert result.max_logit_diff > 50 * LOGIT_BOUNDS["fp32"]
+    assert result.max_logit_diff > 50 * FP32_BOUND
 
 
 def test_a_leaked_page_fails(monkeypatch):

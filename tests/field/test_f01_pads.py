@@ -30,7 +30,9 @@ def permitted(plan, world, tokens, before):
     return {n: m.view(*m.shape, *(1,) * (memory(pool)[n].dim() - 3)) for n, m in masks.items()}
 
 
-@pytest.fixture(params=[(family, fmt) for family in SPECS for fmt in ("fp32", "fp32_split")], ids=str)
+@pytest.fixture(
+    params=[(family, fmt) for family in SPECS for fmt in ("fp32", "fp32_split")], ids=str
+)
 def world(request, rng):
     """Every page and slot is held, so that an index of -1 would land on a living sequence."""
     family, fmt = request.param
@@ -41,8 +43,8 @@ def world(request, rng):
     world.seqs = world.alloc(6)
     for seq in world.seqs:
         world.seed(seq, tokens=5)
-    world.step({seq: 2 for seq in world.seqs})
-    world.step({seq: 2 for seq in world.seqs}, {seq: i % 3 for i, seq in enumerate(world.seqs)})
+    world.step(dict.fromkeys(world.seqs, 2))
+    world.step(dict.fromkeys(world.seqs, 2), {seq: i % 3 for i, seq in enumerate(world.seqs)})
     assert [ids.free for ids in (world.pool.checkpoint_ids, world.pool.input_ids)] == [0, 0]
     return world
 

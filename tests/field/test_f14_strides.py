@@ -116,7 +116,10 @@ def test_report_14_a_non_unit_inner_stride_is_refused(stepping, name):
     inputs["z"] = torch.zeros_like(inputs["x"])
     call = {"inputs": dict(inputs), "out": None}
     if name == "conv":
-        with Unchanged(world.pool), pytest.raises(InputError, match=r"^x: got strides .+; allowed an"):
+        with (
+            Unchanged(world.pool),
+            pytest.raises(InputError, match=r"^x: got strides .+; allowed an"),
+        ):
             world.wrapper.conv(0, strided_inside(rows))
         return
     if name == "out":
@@ -140,7 +143,10 @@ def test_report_14_outputs_whose_elements_overlap_are_refused(stepping):
         flat.as_strided(shape, (row + 1, row, dim, 1)),
         flat.as_strided(shape, (3 * row, row, dim - 1, 1)),
     ):
-        with Unchanged(world.pool), pytest.raises(InputError, match=r"^out: got strides .+ overlap; "):
+        with (
+            Unchanged(world.pool),
+            pytest.raises(InputError, match=r"^out: got strides .+ overlap; "),
+        ):
             world.wrapper.run(0, out=out, **inputs)
     conv = torch.zeros(1, 2, rows.shape[2]).expand(3, 2, -1)
     with Unchanged(world.pool), pytest.raises(InputError, match=r"^out: got strides .+ overlap; "):

@@ -153,7 +153,7 @@ def test_report_18_torchs_default_type_changes_nothing(family, default, rng):
 
 
 def test_nothing_is_recorded_for_gradients(rng):
-    """Activations that want gradients, as outside of no_grad: a graph would grow with every step."""
+    """Activations want gradients outside of no_grad: a graph would grow with every step."""
     world = World(SPECS["gdn"], rng, capacity=2, layers=[0])
     (seq,) = world.pool.alloc()
     for _ in range(4):

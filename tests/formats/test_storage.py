@@ -58,7 +58,9 @@ def test_fp16_saturates():
 
 
 def test_fp16_rounds_to_nearest_even(rng):
-    x = torch.randn(100_000, generator=rng) * 2.0 ** torch.randint(-26, 16, (100_000,), generator=rng)
+    x = torch.randn(100_000, generator=rng) * 2.0 ** torch.randint(
+        -26, 16, (100_000,), generator=rng
+    )
     got = to_storage(x, get_format("fp16"))
     want = np.clip(x.numpy(), -65504.0, 65504.0).astype(np.float16)  # IEEE, by numpy
     assert (got.numpy().view(np.uint16) == want.view(np.uint16)).all()

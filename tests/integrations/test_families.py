@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +101,19 @@ def test_a_missing_peer_is_refused(models, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'replayinfer\[transformers\]'"):
         describe(models["nemotron_h"])
+
+
+def test_the_folder_of_kernels_is_not_taken_for_the_hubs_package():
+    """``python -m …`` in a checkout puts a folder `kernels` on the path, where the peer looks."""
+    code = (
+        "from replayinfer.integrations.transformers import peer\n"
+        "assert peer._shadows_hub_package()\n"
+        "peer.load()\n"
+        "import sys, transformers.integrations.hub_kernels\n"
+        "assert 'kernels' not in sys.modules"
+    )
+    checkout = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=checkout)
 
 
 def test_attention_without_a_mask_per_row_is_refused_by_the_engine(model, monkeypatch):

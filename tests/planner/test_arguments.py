@@ -71,17 +71,25 @@ def test_a_window_longer_than_the_pools_is_told_what_to_change(world):
 
 def test_more_sequences_than_the_largest_bucket(world):
     planner = HostPlanner(world.pool, buckets=[1, 2])
-    with Unchanged(world.pool), pytest.raises(InputError, match=r"^sequences: got 3; allowed at most"):
+    with (
+        Unchanged(world.pool),
+        pytest.raises(InputError, match=r"^sequences: got 3; allowed at most"),
+    ):
         planner.plan(world.seqs)
 
 
 def test_a_sequence_twice(world):
     a, b, _ = world.seqs
-    with Unchanged(world.pool), pytest.raises(InputError, match=r"^sequences: got .+ twice; allowed "):
+    with (
+        Unchanged(world.pool),
+        pytest.raises(InputError, match=r"^sequences: got .+ twice; allowed "),
+    ):
         world.wrapper.plan([a, b, a])
 
 
-@pytest.mark.parametrize("buckets", [[0], [-1, 4], [2.0], ["4"], [True], [4, "8"], [4, None], 4, "4"])
+@pytest.mark.parametrize(
+    "buckets", [[0], [-1, 4], [2.0], ["4"], [True], [4, "8"], [4, None], 4, "4"]
+)
 def test_buckets(world, buckets):
     with pytest.raises(InputError, match=r"^buckets: got .+; allowed integers >= 1; "):
         HostPlanner(world.pool, buckets=buckets)
@@ -89,7 +97,9 @@ def test_buckets(world, buckets):
 
 @pytest.mark.parametrize("policy", ["Full", "", None, 3, ["full"], {}], ids=repr)
 def test_policies(world, policy):
-    with pytest.raises(UnsupportedError, match=r"^policy: got .+; allowed full, spread or a callab"):
+    with pytest.raises(
+        UnsupportedError, match=r"^policy: got .+; allowed full, spread or a callab"
+    ):
         HostPlanner(world.pool, policy=policy)
 
 
@@ -97,7 +107,10 @@ def test_unbound_layers_are_not_planned(rng):
     world = World(SPECS["mamba2"], rng, layers=[0])
     seqs = world.alloc(1)
     world.pool._weights._bound[0] = False
-    with Unchanged(world.pool), pytest.raises(PlanError, match=r"^weights: got none for layers \[0\]"):
+    with (
+        Unchanged(world.pool),
+        pytest.raises(PlanError, match=r"^weights: got none for layers \[0\]"),
+    ):
         world.wrapper.plan(seqs)
 
 
@@ -125,7 +138,8 @@ def test_the_callers_arrays_are_copied(world):
 
 def test_the_token_axis(world):
     for windows, window, width in (
-        ([0, 0, 0], None, 1), ([1, 3, 0], None, 3), ([1, 1, 1], 3, 3), ([0, 0, 0], 2, 2), ([3, 0, 0], 3, 3),
+        ([0, 0, 0], None, 1), ([1, 3, 0], None, 3), ([1, 1, 1], 3, 3), ([0, 0, 0], 2, 2),
+        ([3, 0, 0], 3, 3),
     ):  # fmt: skip
         plan = world.wrapper.plan(world.seqs, windows, window=window)
         assert plan.window == width

@@ -1,4 +1,4 @@
-"""plan, fold, run, commit: cursors move at fold and commit, abort gives back, the rest is refused."""
+"""Cursors move at fold and commit, abort gives back, anything out of order is refused."""
 
 import numpy as np
 import pytest
@@ -30,14 +30,18 @@ WINDOWS = [1, 2, 2, 1]
 def moved(before, pool):
     """Names of the books that differ."""
     now = books(pool)
-    return {n for n, old in before.items() if not torch.equal(now[n].nan_to_num(), old.nan_to_num())}
+    return {
+        n for n, old in before.items() if not torch.equal(now[n].nan_to_num(), old.nan_to_num())
+    }
 
 
 def test_a_plan_moves_no_cursor_and_writes_nothing(world):
     pool = world.pool
     before = snapshot(books(pool))
     world.wrapper.plan(world.seqs, WINDOWS)
-    taken = {f"{kind} pages.{part}" for kind in ("checkpoint", "input") for part in ("refs", "free")}
+    taken = {
+        f"{kind} pages.{part}" for kind in ("checkpoint", "input") for part in ("refs", "free")
+    }
     # A free list that shrinks is another tensor, so the two are compared by their ids.
     now = books(pool)
     for name in taken & {n for n in before if n.endswith(".free")}:
@@ -152,7 +156,9 @@ def test_sequences_of_a_plan_refuse_everything_but_reading(world, folded):
     with Unchanged(pool):
         for seq in world.seqs[:3]:
             for call in calls:
-                with pytest.raises(PlanError, match=r"^sequences: got .+, which a plan holds; allo"):
+                with pytest.raises(
+                    PlanError, match=r"^sequences: got .+, which a plan holds; allo"
+                ):
                     call(seq)
         for seq in world.seqs:
             assert pool.tokens(seq) == world.model.tokens(seq)

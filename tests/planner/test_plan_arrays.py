@@ -1,6 +1,7 @@
 """What kernels read: every entry of the padded bucket, at addresses that never move."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -41,7 +42,6 @@ def world(rng):
 
 def test_every_entry_by_hand(world):
     pool, cur = world.pool, world.pool.cursors
-    a, b, c, d, e = world.seqs
     slots = cur.resolve(world.seqs)
     tables, pages = cur.table[slots].copy(), cur.checkpoint[slots].copy()
     tokens = [pool.tokens(s) for s in world.seqs]
@@ -131,7 +131,7 @@ def test_addresses_are_fixed_by_bucket(world):
             rows = (1 if name == "fold_count" else bucket) * (2 if "table" in name else 1)
             spans.append((addresses[bucket][name], addresses[bucket][name] + 4 * rows))
     spans.sort()
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
 
 
 def test_arrays_of_a_bucket_are_aligned(world):

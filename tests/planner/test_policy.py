@@ -36,7 +36,9 @@ def test_by_name_or_as_given():
     assert get_policy("full") is full
     assert get_policy("spread") is spread
     assert get_policy(spread) is spread
-    with pytest.raises(UnsupportedError, match=r"^policy: got 'deadline'; allowed full, spread or a"):
+    with pytest.raises(
+        UnsupportedError, match=r"^policy: got 'deadline'; allowed full, spread or a"
+    ):
         get_policy("deadline")
 
 

@@ -102,7 +102,10 @@ def test_one_planner_has_one_plan_a_bucket(world):
     a, b, c, d = world.seqs
     planner = world.wrapper.planner
     first = planner.plan([a, b], bucket=2)
-    with Unchanged(world.pool), pytest.raises(PlanError, match=r"^plan: got a second plan in bucket 2"):
+    with (
+        Unchanged(world.pool),
+        pytest.raises(PlanError, match=r"^plan: got a second plan in bucket 2"),
+    ):
         planner.plan([c, d], bucket=2)
     kept = first.arrays.slot.clone()
     second = planner.plan([c, d], bucket=3)
@@ -141,7 +144,10 @@ def test_a_plan_of_another_pool_is_refused(world, rng):
     world.wrapper.fold()
     inputs = layer_inputs(spec, 1, 4, torch.float32, rng)
     rows = torch.zeros(4, 1, spec.conv_channels)
-    with Unchanged(other), pytest.raises(PlanError, match=r"^readout: got a plan of another pool; "):
+    with (
+        Unchanged(other),
+        pytest.raises(PlanError, match=r"^readout: got a plan of another pool; "),
+    ):
         ops.readout(other, plan, 0, **inputs)
     with Unchanged(other), pytest.raises(PlanError, match=r"^conv_update: got a plan of another p"):
         ops.conv_update(other, plan, 0, rows)

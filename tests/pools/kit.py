@@ -27,8 +27,8 @@ SPECS = {
     "gdn": GDNSpec(heads=4, dim=3, state=5, key_heads=2),
 }
 FORMATS = ("fp32", "fp32_split", "bf16", "fp16")
-# Relative error of a state: about 100 roundings of fp32, or a few of the storage type. A row that is
-# missing, doubled or in the wrong place changes the state by 1e-2 or more in these worlds.
+# Relative error of a state: about 100 roundings of fp32, or a few of the storage type. A row that
+# is missing, doubled or in the wrong place changes the state by 1e-2 or more in these worlds.
 STATE_BOUND = {"fp32": 1e-5, "fp32_split": 1e-5, "bf16": 2**-6, "fp16": 2**-8}
 
 
@@ -95,14 +95,14 @@ def check_books(pool: StatePool) -> None:
         table, history = cur.table[slot], int(cur.history[slot])
         full, used = history // rows, -(-history // rows)
         assert 0 <= history <= pool.capacity
-        assert 0 <= cur.undo[slot]
+        assert cur.undo[slot] >= 0
         assert (table[:used] >= 0).all(), "a committed row has no page"
         rest = table[full:]
         assert (pool.input_ids.refs[rest[rest >= 0]] == 1).all(), "a page to write is shared"
 
 
 class World:
-    """A poisoned pool with bound layers, its wrapper, and the dictionary model of the same layers."""
+    """A poisoned pool with bound layers, its wrapper, and the dictionary model of the same."""
 
     def __init__(
         self,

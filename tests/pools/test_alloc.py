@@ -7,7 +7,9 @@ import torch
 from .kit import FORMATS, SPECS, World, check_books, memory, poison_pool
 
 MIXED = [(family, fmt, torch.float32) for family in SPECS for fmt in FORMATS]
-MIXED += [(family, "fp32_split", dtype) for family in SPECS for dtype in (torch.bfloat16, torch.half)]
+MIXED += [
+    (family, "fp32_split", dtype) for family in SPECS for dtype in (torch.bfloat16, torch.half)
+]
 
 
 @pytest.mark.parametrize(("family", "fmt", "dtype"), MIXED)

@@ -106,7 +106,7 @@ def test_a_refused_layer_stays_unbound(rng):
     spec = SPECS["mamba2"]
     pool = StatePool(spec, [4], 1)
     weights = layer_weights(spec, rng)
-    with pytest.raises(InputError, match="^conv_bias: "):
+    with pytest.raises(InputError, match=r"^conv_bias: "):
         pool.bind(4, **{**weights, "conv_bias": torch.zeros(1)})
     assert pool.weights["A"].isnan().all()
     with pytest.raises(PlanError):
@@ -144,5 +144,5 @@ def test_a_pool_for_some_of_a_models_layers(order, rng):
     world.wrapper.plan([a])
     world.wrapper.fold()
     inputs = layer_inputs(spec, 1, 1, torch.float32, rng)
-    with pytest.raises(InputError, match="^layer: got 5; "):
+    with pytest.raises(InputError, match=r"^layer: got 5; "):
         world.wrapper.run(5, **inputs)

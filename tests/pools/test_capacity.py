@@ -83,7 +83,8 @@ def test_the_report_is_what_the_tensors_hold(spec, rng):
 def test_numbers_by_hand():
     spec = Mamba2Spec(heads=4, dim=8, state=16, groups=2)  # 512 elements; 96 channels
     pool = StatePool(
-        spec, [0, 3], 5, capacity=20, max_window=3, page_rows=8, format="bf16", dtype=torch.bfloat16,
+        spec, [0, 3], 5, capacity=20, max_window=3, page_rows=8, format="bf16",
+        dtype=torch.bfloat16,
     )  # fmt: skip
     report = pool.capacity_report()
     row = 32 * 2 + 32 * 2 + 4 * 4

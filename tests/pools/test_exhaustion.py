@@ -132,7 +132,9 @@ def test_a_page_allocator_hands_out_each_free_id_once():
     a, b = ids.take(2), ids.take(3)
     assert sorted([*a, *b]) == [0, 1, 2, 3, 4]
     assert (ids.free, ids.used, ids.peak) == (0, 5, 5)
-    with pytest.raises(CapacityError, match=r"^pages: got a need of 1; allowed 0 \(free now\); free"):
+    with pytest.raises(
+        CapacityError, match=r"^pages: got a need of 1; allowed 0 \(free now\); free"
+    ):
         ids.take(1)
     assert ids.take(0).size == 0
     ids.share(a[[0, 0, 1]])

@@ -33,7 +33,9 @@ def rows_of(world, seq):
     """The committed rows of a sequence, every field and layer."""
     pool, history = world.pool, world.pool.history(seq)
     pages = torch.tensor(table(world, seq), dtype=torch.int64)
-    return {n: f[:, pages].flatten(1, 2)[:, :history].clone() for n, f in pool.inputs.fields.items()}
+    return {
+        n: f[:, pages].flatten(1, 2)[:, :history].clone() for n, f in pool.inputs.fields.items()
+    }
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -75,6 +77,24 @@ def test_what_is_shared_and_what_is_copied(rows, count, rng):
             may[:, own, :partial] = True
         now, old = tensor[~may], memory_before[name][~may]
         assert (now.eq(old) | now.isnan() & old.isnan()).all(), name
+    world.check()
+
+
+@pytest.mark.parametrize("rows", range(8))
+def test_a_fork_at_an_earlier_row(rows, rng):
+    """As a fork of what a rollback would leave, and the parent does not notice."""
+    world, parent = grown(rng, 7, restore="any")
+    before, held = table(world, parent), world.pool.pages_in_use()["input pages"]
+    (child,) = world.pool.fork(parent, rows=rows)
+    world.model.fork(parent, child)
+    world.model.rollback(child, 7 - rows)
+    assert table(world, parent) == before
+    assert table(world, child)[: rows // 4] == before[: rows // 4]
+    assert world.pool.pages_in_use()["input pages"] == held + bool(rows % 4)
+    world.check()
+    world.grow(child, 6)
+    world.grow(parent, 3)
+    world.grow(child, 6)
     world.check()
 
 
@@ -187,7 +207,9 @@ def test_children_of_many_parents_in_random_order(rng):
             order = torch.randperm(len(live), generator=rng).tolist()
             some = [live[i] for i in order[: 1 + draw[1] % len(live)]]
             windows = {seq: (draw[2] + i) % 3 for i, seq in enumerate(some)}
-            accepted = {seq: min(w, (draw[3] + i) % 3) for i, (seq, w) in enumerate(windows.items())}
+            accepted = {
+                seq: min(w, (draw[3] + i) % 3) for i, (seq, w) in enumerate(windows.items())
+            }
             world.step(windows, accepted, force=[pick] if draw[3] % 4 == 0 else ())
         check_books(world.pool)
     world.check()

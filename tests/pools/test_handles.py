@@ -1,4 +1,4 @@
-"""Handles are checked by pool and generation: stale, foreign, doubled and invented ones are errors."""
+"""Handles carry pool and generation: stale, foreign, doubled and invented ones are errors."""
 
 import re
 

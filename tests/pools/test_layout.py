@@ -58,7 +58,9 @@ def test_the_planes_are_views_of_the_storage(fmt):
     assert checkpoints.nbytes == checkpoints.storage.untyped_storage().nbytes()
     assert (checkpoints.low is not None) == (fmt == "fp32_split")
     for plane in filter(lambda p: p is not None, (checkpoints.plane, checkpoints.low)):
-        assert plane.untyped_storage().data_ptr() == checkpoints.storage.untyped_storage().data_ptr()
+        assert (
+            plane.untyped_storage().data_ptr() == checkpoints.storage.untyped_storage().data_ptr()
+        )
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -57,7 +57,9 @@ def test_any_reaches_back_to_the_checkpoint(family, rows, rng):
     world.grow(a, 8)
     with Unchanged(world.pool), pytest.raises(InputError) as error:
         world.pool.rollback(a, 9)
-    assert str(error.value).startswith("rows: got 9 to drop; allowed 0..8 of 8 (rows after the checkpoint); ")
+    assert str(error.value).startswith(
+        "rows: got 9 to drop; allowed 0..8 of 8 (rows after the checkpoint); "
+    )
     world.rollback(a, rows)
     world.check()
     assert world.pool.tokens(a) == 13 - rows
@@ -73,7 +75,9 @@ def test_never_below_the_token_base(rng):
     world.step({a: 2})
     world.step({a: 2})  # folds four rows first
     assert world.pool.tokens(a) == 15
-    with pytest.raises(InputError, match=r"rows: got 3 to drop; allowed 0\.\.2 of 2 \(rows after the"):
+    with pytest.raises(
+        InputError, match=r"rows: got 3 to drop; allowed 0\.\.2 of 2 \(rows after the"
+    ):
         world.pool.rollback(a, 3)
     world.rollback(a, 2)
     assert world.pool.tokens(a) == 13
@@ -232,6 +236,6 @@ def test_random_walks(rng):
         elif kind < 500 and len(live) > 1:
             world.free(seq)
         else:
-            world.step({s: 3 for s in live}, {s: (n + j) % 4 for j, s in enumerate(live)})
+            world.step(dict.fromkeys(live, 3), {s: (n + j) % 4 for j, s in enumerate(live)})
         world.check(*world.model.live()[:1])
     world.check()

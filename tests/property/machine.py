@@ -10,15 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
 
 from replayinfer import (
     CapacityError,
     GDNSpec,
+    InputError,
     KDASpec,
     LayerSpec,
     Mamba2Spec,
+    Plan,
+    PlanError,
     ReplayDecodeWrapper,
+    StaleHandleError,
     StatePool,
 )
 from replayinfer.testing import (
@@ -34,6 +39,8 @@ from replayinfer.testing import (
     snapshot,
     split_channels,
 )
+
+from .invariants import allocators, check_references, everything, poison
 
 LAYERS = [0, 3]
 EPSILON = torch.finfo(torch.float32).eps
@@ -52,7 +59,7 @@ class Step:
 
     sequences: list[int]
     windows: np.ndarray
-    plan: object
+    plan: Plan
     rows: dict[int, torch.Tensor] = field(default_factory=dict)  # by layer, before the convolution
     inputs: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     y: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -67,12 +74,13 @@ class Machine:
         self.spec, self.rng, self.restore = SPECS[family], rng, restore
         self.pool = StatePool(
             self.spec, LAYERS, 6, capacity=7, max_window=3, page_rows=2, format=format,
-            checkpoint_pages=5, input_pages=13, restore=restore,
+            checkpoint_pages=5, input_pages=15, restore=restore,
         )  # fmt: skip
         self.model = DictModel(self.spec, LAYERS)
         self.wrapper = ReplayDecodeWrapper(self.pool, policy=policy)
         self.step: Step | None = None
         self.live: list[int] = []
+        self.stale: list[int] = []
         self.undo: dict[int, int] = {}  # rows that a rollback may drop
         self.counts = dict.fromkeys(("operations", "refused", "tokens", "folds"), 0)
         self.bank = {}
@@ -82,7 +90,7 @@ class Machine:
             self.model.bind(layer, **weights)
             self.bank[layer] = layer_inputs(self.spec, BANK, 1, torch.float32, rng)
             self.bank[layer]["rows"] = conv_inputs(self.spec, BANK, 1, torch.float32, rng)
-        self.poison()
+        poison(self.pool)
 
     # Operations -------------------------------------------------------------------------------
 
@@ -104,6 +112,7 @@ class Machine:
         for seq in sequences:
             self.model.free(seq)
             self.live.remove(seq)
+            self.stale.append(seq)
 
     def fork(self, seq: int, count: int) -> None:
         for child in self.attempt(lambda: self.pool.fork(seq, count)) or []:
@@ -222,15 +231,45 @@ class Machine:
 
     def attempt(self, call):
         """Call; a refusal for want of room must be true and must change nothing."""
-        before = snapshot(self.everything())
+        before, refusal = snapshot(everything(self.pool)), None
         try:
             return call()
         except CapacityError as error:
-            assert_untouched(before, self.everything())
-            assert error.needed > error.free >= 0
-            assert error.free == self.allocators()[error.pool].free
-            self.counts["refused"] += 1
-            return None
+            refusal = error
+        assert_untouched(before, everything(self.pool))
+        assert refusal.needed > refusal.free >= 0
+        assert refusal.free == allocators(self.pool)[refusal.pool].free
+        self.counts["refused"] += 1
+        return None
+
+    def misuse(self) -> None:
+        """Everything that may not be called now is refused and changes nothing."""
+        pool, wrapper, step = self.pool, self.wrapper, self.step
+        wrong = []
+        for seq in self.stale[-1:]:
+            wrong += [(StaleHandleError, lambda s=seq: pool.free([*self.idle, s]))]
+            wrong += [(StaleHandleError, lambda s=seq: pool.fork(s))]
+        for seq in self.idle[:1]:
+            over = pool.history(seq) + 1
+            wrong += [(InputError, lambda s=seq, r=over: pool.rollback(s, r))]
+            wrong += [(InputError, lambda s=seq: pool.free([s, s]))]
+            if not step:
+                wrong += [(InputError, lambda s=seq: wrapper.plan([s], 4))]
+                wrong += [(InputError, lambda s=seq: wrapper.plan([s], 1, bucket=0))]
+        if step:
+            wrong += [(PlanError, lambda: wrapper.plan(self.idle))]
+            for seq in step.sequences[:1]:
+                wrong += [(PlanError, lambda s=seq: pool.free([*self.idle, s]))]
+                wrong += [(PlanError, lambda s=seq: pool.rollback(s, 0))]
+            if step.plan.state == "planned" or (not step.y and step.windows.any()):
+                wrong += [(PlanError, wrapper.commit)]
+            elif step.sequences:
+                wrong += [(InputError, lambda: wrapper.commit(step.windows + 1))]
+        for error, call in wrong:
+            before = snapshot(everything(self.pool))
+            with pytest.raises(error):
+                call()
+            assert_untouched(before, everything(self.pool))
 
     def check(self, seq: int) -> None:
         """One sequence is what the model says: tokens, states, convolution windows."""
@@ -246,80 +285,8 @@ class Machine:
     def settle(self) -> None:
         """After every operation: the invariants, then NaN wherever nothing may be read."""
         self.counts["operations"] += 1
-        self.check_references()
-        if not self.step or not self.step.y:
-            self.poison()
-
-    def allocators(self):
-        ids = (self.pool.slot_ids, self.pool.checkpoint_ids, self.pool.input_ids)
-        return {p.name: p for p in ids}
-
-    def check_references(self) -> None:
-        """Counts equal occurrences; what the next rows overwrite is private; nothing is lost."""
-        pool, cur = self.pool, self.pool.cursors
-        live, R = cur.live, pool.sizes.page_rows
-        planned = self.step.plan if self.step and self.step.plan.state == "planned" else None
-        held = {
-            "sequence slots": [live],
-            "checkpoint pages": [cur.checkpoint[live]],
-            "input pages": [cur.table[live][cur.table[live] >= 0]],
-        }
-        if planned:  # pages that a plan has taken and no cursor shows yet
-            held["checkpoint pages"].append(planned.taken_checkpoints)
-            held["input pages"].append(planned.taken_inputs)
-        for name, ids in self.allocators().items():
-            counts = np.bincount(np.concatenate(held[name]), minlength=ids.count)
-            assert (ids.refs == counts).all(), f"{name}: {ids.refs} for {counts}"
-            assert ids.free + ids.used == ids.count
-            stack = ids._stack[: ids.free]
-            assert sorted(stack) == np.flatnonzero(counts == 0).tolist(), f"{name}: free list"
-        assert len(live) == len(self.live)
-
-        history, table = cur.history[live], cur.table[live]
-        assert ((history >= 0) & (history <= pool.capacity)).all()
-        place = np.arange(table.shape[1])
-        assert (table[place < -(-history[:, None] // R)] >= 0).all(), "a row without a page"
-        writable = (place >= history[:, None] // R) & (table >= 0)
-        assert (pool.input_ids.refs[table[writable]] == 1).all(), "the next row is in a shared page"
-        slots = [cur.peek(s) for s in (self.step.sequences if self.step else [])]
-        assert set(np.flatnonzero(cur.busy)) == set(slots)
-        if self.step:
-            plan = self.step.plan
-            for i in range(plan.batch):
-                row = plan.starts[i] + np.arange(plan.windows[i])
-                assert (pool.input_ids.refs[plan.table[i][row // R]] == 1).all(), "window rows"
-            if planned:
-                target = plan.pages[plan.fold_index]
-                assert (pool.checkpoint_ids.refs[target] == 1).all(), "a fold into a shared page"
-
-    def everything(self) -> dict[str, torch.Tensor]:
-        """All that a refused call must leave alone."""
-        pool, cur = self.pool, self.pool.cursors
-        named = {"checkpoints": pool.checkpoints.storage, "conv": pool.conv.rows}
-        named |= {f"row {name}": t for name, t in pool.inputs.fields.items()}
-        for name in ("base", "history", "undo", "checkpoint", "table", "generation", "busy"):
-            named[f"cursor {name}"] = torch.from_numpy(getattr(cur, name))
-        for name, ids in self.allocators().items():
-            named[f"{name} refs"] = torch.from_numpy(ids.refs)
-            named[f"{name} stack"] = torch.from_numpy(ids._stack[: ids.free])
-        return named
-
-    def poison(self) -> None:
-        """NaN into dead rows, free pages, and rings but for the rows that are still needed."""
-        pool, cur = self.pool, self.pool.cursors
-        live, R = cur.live, pool.sizes.page_rows
-        kept = torch.zeros(pool.sizes.input_pages, R, dtype=torch.bool)
-        seq, row = np.nonzero(np.arange(pool.capacity) < cur.history[live][:, None])
-        kept[cur.table[live][seq, row // R], row % R] = True
-        for values in pool.inputs.fields.values():
-            values[:, ~kept] = np.nan
-        free = torch.from_numpy(pool.checkpoint_ids.refs == 0)
-        nan = 0x7FC0 if pool.checkpoints.storage.dtype == torch.int16 else np.nan
-        pool.checkpoints.storage[:, free] = nan
-        tokens = cur.base[live] + cur.history[live]
-        oldest = pool.conv.taps + (cur.history if self.restore == "any" else cur.undo)[live]
-        age = np.arange(1, pool.conv.ring + 1)
-        seq, back = np.nonzero(age <= oldest[:, None])
-        ring = torch.zeros(pool.sizes.max_sequences, pool.conv.ring, dtype=torch.bool)
-        ring[live[seq], (tokens[seq] - age[back]) % pool.conv.ring] = True
-        pool.conv.rows[:, ~ring] = np.nan
+        check_references(self.pool, self.step.plan if self.step else None)
+        assert set(self.live) == set(self.model.live())
+        assert self.pool.slot_ids.used == len(self.live)
+        if not self.step or not self.step.y:  # the rows of a window that ran are wanted
+            poison(self.pool)

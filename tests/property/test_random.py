@@ -14,25 +14,27 @@ CONFIGS = [
     ("kda", "fp32", "full", "any"),
     ("kda", "fp32_split", "spread", "window"),
 ]
-OPERATIONS = 500
+OPERATIONS = 1200
 
 
 def drive(machine: Machine, pick: random.Random) -> None:
     """One random operation."""
     idle, roll = machine.idle, pick.random()
-    if machine.step and roll < 0.55:
+    if machine.step and roll < 0.65:
         counts = [pick.choice([0, 1, 2, 3, 3]) for _ in machine.step.sequences]
         return machine.advance(counts)
-    if machine.step and roll < 0.6:
+    if machine.step and roll < 0.68:
         return machine.abort()
-    if not machine.step and roll < 0.5:
+    if not machine.step and roll < 0.6:
         some = [s for s in pick.sample(idle, len(idle)) if pick.random() < 0.85]
         windows = [pick.choice([0, 1, 2, 3, 3]) for _ in some]
         forced = [pick.random() < 0.1 for _ in some]
         return machine.plan(some, windows, forced, pads=pick.choice([0, 0, 2]))
-    kind = pick.choice(["alloc", "fork", "fork", "rollback", "rollback", "seed", "free"])
+    kind = pick.choice(["alloc", "fork", "fork", "rollback", "seed", "free", "free", "misuse"])
     if kind == "alloc":
         return machine.alloc(pick.choice([1, 1, 2]))
+    if kind == "misuse":
+        return machine.misuse()
     if not idle:
         return None
     seq = pick.choice(idle)
@@ -57,8 +59,7 @@ def test_pool_and_model_agree(family, format, policy, restore, rng):
     machine.finish()
     # It did what it is for: it decoded, folded, and ran out now and then.
     counts = machine.counts
-    assert counts["operations"] > OPERATIONS
-    assert counts["tokens"] > OPERATIONS // 4
-    assert counts["folds"] > OPERATIONS // 25
-    assert counts["refused"] > OPERATIONS // 50
+    assert counts["tokens"] > OPERATIONS // 6
+    assert counts["folds"] > OPERATIONS // 50
+    assert counts["refused"] > OPERATIONS // 100
     print(counts)

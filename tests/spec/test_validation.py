@@ -129,7 +129,9 @@ def test_immutable_comparable_hashable(family):
 @pytest.mark.parametrize("family", GOOD)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.float8_e4m3fn, "bf16", None])
 def test_rows_hold_activations_as_given_or_refuse_them(family, dtype):
-    with pytest.raises(UnsupportedError, match=r"^dtype: got .+; allowed float32, bfloat16 or float16; "):
+    with pytest.raises(
+        UnsupportedError, match=r"^dtype: got .+; allowed float32, bfloat16 or float16; "
+    ):
         family(**GOOD[family]).check_dtype(dtype)
 
 

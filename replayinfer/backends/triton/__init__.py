@@ -103,14 +103,15 @@ class TritonBackend:
                 capacity=pool.capacity, **gate, pdl=pdl, config=whole,
             )  # fmt: skip
             return
-        replay, decay = self._workspace(pool, plan.bucket)
+        weight, scale = self._workspace(pool, plan.bucket)
         prepass(
-            replay, decay, x, dt, b, c, a, d_skip, dt_bias, row_x, row_b, row_dt,
+            weight, scale, dt, b, c, a, d_skip, dt_bias, row_b, row_dt,
             arrays.history, arrays.window, arrays.table,
             **gate, pdl=pdl, config=config("prepass"),
         )  # fmt: skip
         readout(
-            y, plane, replay, decay, c, z, arrays.page, arrays.window,
+            y, plane, weight, scale, x, c, z, row_x,
+            arrays.page, arrays.history, arrays.window, arrays.table,
             pdl=pdl, config=config("readout"),
         )  # fmt: skip
 
@@ -130,11 +131,12 @@ class TritonBackend:
     def _workspace(self, pool: StatePool, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a prepass hands to its readout; one per bucket, at an address that never moves."""
         spec: Any = pool.spec
-        key = (pool.device, bucket, spec.heads, spec.dim)
+        rows = max(16, 1 << (pool.capacity - 1).bit_length())
+        key = (pool.device, bucket, spec.heads, rows)
         if key not in self._workspaces:
             self._workspaces[key] = (
-                torch.empty((bucket, spec.heads, spec.dim), device=pool.device),
-                torch.empty((bucket, spec.heads), device=pool.device),
+                torch.empty((bucket, spec.heads, rows), device=pool.device),
+                torch.empty((bucket, spec.heads, 2), device=pool.device),
             )
         return self._workspaces[key]
 
