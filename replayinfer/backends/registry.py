@@ -64,7 +64,10 @@ def select(name: str | Backend, pool: StatePool) -> Backend:
     if not isinstance(name, str):
         candidates = [name]
     elif name == "auto":
-        candidates = map(_make, list(_FACTORIES))  # each made only if those before it refuse
+        # Triton's interpreter is for checking kernels, so on a CPU it is only taken by name.
+        skip = "triton" if pool.device.type == "cpu" else None
+        # Each is made only if those before it refuse.
+        candidates = map(_make, [n for n in _FACTORIES if n != skip])
     elif name in _FACTORIES:
         candidates = [_make(name)]
     else:
