@@ -161,7 +161,9 @@ def test_versions_agree():
 
 def test_a_second_copy_of_the_kernels_is_refused():
     for asked in ("from kernels import common", "import kernels; kernels.mamba2"):
-        ran = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True)
+        ran = subprocess.run(
+            [sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True
+        )
         assert ran.returncode == 1
         last = ran.stderr.strip().splitlines()[-1]
         assert last.startswith("ImportError: kernels.")

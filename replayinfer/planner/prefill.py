@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..errors import InputError, PlanError
 from ..pools import StatePool
 from ..pools.pages import IdArray
+from ..pools.sharing import drop_shared_pages
 
 __all__ = ["PrefillPlan", "PrefillPlanner"]
 
@@ -115,7 +116,7 @@ class PrefillPlanner:
         cur.history[slots] = 0
         cur.undo[slots] = 0
         for slot in slots.tolist():
-            pool.drop_shared_pages(slot)
+            drop_shared_pages(pool, slot)
         if pool.spec.conv_width:
             for i in np.flatnonzero(moved).tolist():
                 slot = int(plan.slots[i])
@@ -129,8 +130,8 @@ class PrefillPlanner:
         self._require(plan, "abort")
         pool = self.pool
         in_place = plan.source == plan.target
-        # A sequence written in place was at token 0 with the zero state. A layer that failed half way
-        # has written as well, so nothing is asked of the layers that ran.
+        # A sequence written in place was at token 0 with the zero state. A layer that failed half
+        # way has written as well, so nothing is asked of the layers that ran.
         written = plan.target[in_place & (plan.lengths > 0)]
         if written.size:
             pool.checkpoints.zero(pool.device_ids(written))

@@ -22,6 +22,7 @@ from .inputs import InputPool
 from .pages import PageAllocator
 from .residence import Residence
 from .seeding import check_seed
+from .sharing import drop_shared_pages, fork, rollback
 from .sizes import layer_tuple, settle_sizes
 from .transfer import SequenceSnapshot, export_sequence, import_sequence
 from .weights import LayerWeights
@@ -238,7 +239,7 @@ class StatePool:
             fresh = self.checkpoint_ids.take(1)
             self.checkpoint_ids.release(page)
             cur.checkpoint[slot] = fresh[0]
-        self.drop_shared_pages(slot)
+        drop_shared_pages(self, slot)
         cur.base[slot] = tokens
         cur.history[slot] = 0
         cur.undo[slot] = 0
@@ -265,33 +266,7 @@ class StatePool:
         CapacityError
             Too few slots or input pages; nothing is taken.
         """
-        slot = self.cursors.one(sequence)
-        count = positive_int("count", count)
-        cur = self.cursors
-        history = int(cur.history[slot])
-        kept = history if rows is None else positive_int("rows", rows, minimum=0)
-        self._check_rollback(slot, history - kept)
-        full, partial = divmod(kept, self.sizes.page_rows)
-        self.slot_ids.require(count)
-        copies = self.input_ids.take(count if partial else 0)
-        slots = self.slot_ids.take(count)
-        handles = cur.open(slots)
-
-        cur.base[slots] = cur.base[slot]
-        cur.history[slots] = kept
-        cur.undo[slots] = max(int(cur.undo[slot]) - (history - kept), 0)
-        cur.given[slots] = cur.given[slot]
-        cur.checkpoint[slots] = cur.checkpoint[slot]
-        self.checkpoint_ids.share(np.full(count, cur.checkpoint[slot], dtype=np.int32))
-        shared = cur.table[slot, :full]
-        cur.table[slots, :full] = shared
-        self.input_ids.share(np.tile(shared, count))
-        if partial:
-            cur.table[slots, full] = copies
-            source = np.full(count, cur.table[slot, full], dtype=np.int32)
-            self.inputs.copy_rows(self.device_ids(source), self.device_ids(copies), partial)
-        self.conv.copy(self.device_ids(np.full(count, slot)), self.device_ids(slots))
-        return handles
+        return fork(self, sequence, count, rows)
 
     def free(self, sequences: int | Sequence[int] | NDArray[np.int64]) -> None:
         """End sequences: their handles go stale, and what nobody else holds becomes free.
@@ -322,30 +297,7 @@ class StatePool:
         CapacityError
             A shared, partly dropped page must be copied and no input page is free.
         """
-        slot = self.cursors.one(sequence)
-        rows = positive_int("rows", rows, minimum=0)
-        cur = self.cursors
-        history = int(cur.history[slot])
-        self._check_rollback(slot, rows)
-        left = history - rows
-        page, offset = divmod(left, self.sizes.page_rows)
-        table = cur.table[slot]
-        # The page that takes the next row must be private; shared pages after it are let go.
-        shared = (table >= 0) & (self.input_ids.refs[table] > 1)
-        shared[:page] = False
-        dropped = table[shared]
-        if offset and shared[page]:
-            fresh = self.input_ids.take(1)
-            self.inputs.copy_rows(
-                self.device_ids(table[page : page + 1]), self.device_ids(fresh), offset
-            )
-            table[shared] = -1
-            table[page] = fresh[0]
-        else:
-            table[shared] = -1
-        self.input_ids.release(dropped)
-        cur.history[slot] = left
-        cur.undo[slot] = max(int(cur.undo[slot]) - rows, 0)
+        rollback(self, sequence, rows)
 
     # Reading ----------------------------------------------------------------------------------
 
@@ -443,23 +395,6 @@ class StatePool:
         )
         self.conv = ConvPool(self.spec, self.dtype, n, s.max_sequences, s.ring, self.device)
 
-    def _check_rollback(self, slot: int, rows: int) -> None:
-        history = int(self.cursors.history[slot])
-        limit = history if self.restore == "any" else min(int(self.cursors.undo[slot]), history)
-        if not 0 <= rows <= limit:
-            why = "rows after the checkpoint" if limit == history else "rows of the last commit"
-            raise InputError(
-                f"rows: got {rows} to drop; allowed 0..{limit} of {history} ({why}); "
-                'a pool made with restore="any" reaches back to the checkpoint'
-            )
-
     def device_ids(self, ids: NDArray[Any]) -> torch.Tensor:
         """Host ids as an int64 index tensor on the pool's device."""
         return torch.from_numpy(ids.astype(np.int64)).to(self.device)
-
-    def drop_shared_pages(self, slot: int) -> None:
-        """Let go of the input pages of a slot that others hold too; its own stay for later rows."""
-        table = self.cursors.table[slot]
-        gone = (table >= 0) & (self.input_ids.refs[table] > 1)
-        self.input_ids.release(table[gone])
-        table[gone] = -1

@@ -146,7 +146,8 @@ def _ring(pool: StatePool, base: int, history: int) -> torch.Tensor:
 def _check(pool: StatePool, snapshot: SequenceSnapshot) -> None:
     if not isinstance(snapshot, SequenceSnapshot) or not isinstance(snapshot.header, Mapping):
         raise InputError(
-            f"snapshot: got {type(snapshot).__name__} without a header; allowed a SequenceSnapshot; "
+            f"snapshot: got {type(snapshot).__name__} without a header; allowed a "
+            f"SequenceSnapshot; "
             "pass what export or load_sequence returned"
         )
     want, have = describe_pool(pool), snapshot.header

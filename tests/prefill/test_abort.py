@@ -29,7 +29,7 @@ class NothingSeen:
 
 
 def sequences_of_every_kind(rig, rng):
-    """Fresh, fresh and shared, seeded at 0, with rows, folded, forked with rows; and their parts."""
+    """Fresh, fresh and shared, seeded at 0, with rows, folded, forked; with a part each."""
     pool = rig.pool
     fresh, shared, seeded, rows, folded = pool.alloc(5)
     (clone,) = pool.fork(shared)
@@ -119,9 +119,7 @@ def test_commit_wants_every_layer(rng):
         with pytest.raises(PlanError, match=r"commit: got no run of layers \[4\]; allowed after"):
             rig.prefiller.commit()
         rig.prefiller.run(4, **part.inputs[4])
-        with pytest.raises(
-            PlanError, match=r"commit: got no conv of layers \[4\]; .* abort|call conv"
-        ):
+        with pytest.raises(PlanError, match=r"commit: got no conv of layers \[4\]; .*call conv"):
             rig.prefiller.commit()
         rig.prefiller.abort()
     rig.begin({seq: part}, layers=[1])
@@ -180,11 +178,9 @@ def test_nobody_else_may_touch_its_sequences(rng):
     }
     with Unchanged(pool):
         for seq in parts:
-            for name, call in calls.items():
+            for call in calls.values():
                 with pytest.raises(PlanError, match="a plan"):
                     call(seq)
-                    pytest.fail(f"{name} was let through")
     rig.prefiller.commit()
-    pool.import_(snap)
-    pool.fork(fresh)
     pool.free([fresh, rows, free])
+    pool.import_(snap)

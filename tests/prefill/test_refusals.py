@@ -42,7 +42,7 @@ BAD_CU = {
 @pytest.mark.parametrize("cu", BAD_CU.values(), ids=BAD_CU)
 def test_bad_cu_seqlens(rig, cu):
     sequences = rig.pool.alloc(2)
-    with Unchanged(rig.pool), pytest.raises(InputError, match="cu_seqlens: got .*; allowed"):
+    with Unchanged(rig.pool), pytest.raises(InputError, match=r"cu_seqlens: got .*; allowed"):
         rig.prefiller.plan(sequences, cu)
     rig.prefiller.plan(sequences, np.array([0, 0, 2], dtype=np.uint8))  # what is right goes on
     rig.prefiller.abort()
@@ -129,7 +129,7 @@ def test_bad_inputs(rig, rng):
     with pytest.raises(InputError, match=r"tokens=5.*pack the tokens of all sequences"):
         rig.prefiller.run(1, **(inputs | {"q": inputs["q"][:4]}))
     for x in (rows[:4], rows[:, :31], rows[None], rows.half(), rows.mT.contiguous().mT, None):
-        with pytest.raises(InputError, match="^x: got"):
+        with pytest.raises(InputError, match=r"^x: got"):
             rig.prefiller.conv(1, x)
     for layer in (0, -1, 7, "1", None):
         for call, given in ((rig.prefiller.conv, {"x": rows}), (rig.prefiller.run, inputs)):
@@ -163,5 +163,5 @@ def test_backends(rig):
         def supports(self, pool):
             return "no family that starts with g"
 
-    with pytest.raises(UnsupportedError, match="'picky'.*no family that starts with g"):
+    with pytest.raises(UnsupportedError, match=r"'picky'.*no family that starts with g"):
         ReplayPrefillWrapper(rig.pool, backend=Refuses())

@@ -81,7 +81,7 @@ class Machine:
         self.step: Step | None = None
         self.live: list[int] = []
         self.stale: list[int] = []
-        self.undo: dict[int, int] = {}  # rows that a rollback may drop
+        self.undo: dict[int, int] = {}  # rows that the last commit added, what was dropped apart
         self.counts = dict.fromkeys(("operations", "refused", "tokens", "folds"), 0)
         self.bank = {}
         for layer in LAYERS:
@@ -121,11 +121,14 @@ class Machine:
             self.undo[child] = self.undo[seq]
             self.check(child)
 
+    def limit(self, seq: int) -> int:
+        """How many rows a rollback may drop."""
+        history = self.pool.history(seq)
+        return history if self.restore == "any" else min(self.undo[seq], history)
+
     def rollback(self, seq: int, rows: int) -> None:
         """At most as many rows as may be dropped."""
-        history = self.pool.history(seq)
-        limit = history if self.restore == "any" else min(self.undo[seq], history)
-        rows = min(rows, limit)
+        rows = min(rows, self.limit(seq))
         if self.attempt(lambda: self.pool.rollback(seq, rows) or True):
             self.model.rollback(seq, rows)
             self.undo[seq] = max(self.undo[seq] - rows, 0)
@@ -250,7 +253,7 @@ class Machine:
             wrong += [(StaleHandleError, lambda s=seq: pool.free([*self.idle, s]))]
             wrong += [(StaleHandleError, lambda s=seq: pool.fork(s))]
         for seq in self.idle[:1]:
-            over = pool.history(seq) + 1
+            over = self.limit(seq) + 1
             wrong += [(InputError, lambda s=seq, r=over: pool.rollback(s, r))]
             wrong += [(InputError, lambda s=seq: pool.free([s, s]))]
             if not step:

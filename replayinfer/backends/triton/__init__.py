@@ -43,6 +43,9 @@ class TritonBackend:
             )
         if pool.spec.family != "mamba2":
             return f"family {pool.spec.family!r}; its kernels serve mamba2"
+        spec: Any = pool.spec
+        if spec.state % 2:
+            return f"state={spec.state}; its kernels read channels in pairs"
         if pool.max_window != 1:
             return f"max_window={pool.max_window}; its kernels decode one token a step"
         return None

@@ -1,0 +1,91 @@
+"""Mamba-2's kernels in Triton's interpreter, against the torch backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from replayinfer.backends.triton import TritonBackend
+from replayinfer.kernels.launch import lookup as launch
+
+from .pair import Case, Pair
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET", "0") != "1", reason="needs TRITON_INTERPRET=1; use make test"
+)
+BASE = Case()
+
+
+def force(monkeypatch, case: Case) -> None:
+    """Take the one kernel or the two, whatever the table says of so small a shape."""
+    chosen = launch.lookup
+
+    def lookup(op, spec, *rest):
+        if op == "fused" and case.fused is not None:
+            return launch.LaunchConfig(num_warps=1, rows=4) if case.fused else None
+        return chosen(op, spec, *rest)
+
+    monkeypatch.setattr(launch, "lookup", lookup)
+
+
+def variants(**choices) -> list[Case]:
+    return [
+        dataclasses.replace(BASE, **{name: value})
+        for name, values in choices.items()
+        for value in values
+    ]
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize(
+    "case",
+    variants(
+        format=["fp32", "fp32_split", "bf16", "fp16"],
+        dtype=[torch.float32, torch.float16],
+        z=[True],
+        softplus=[False],
+        dim=[20],
+        state=[24],
+        groups=[1, 4],
+    ),
+    ids=str,
+)
+def test_decode(case, fused, rng, monkeypatch):
+    case = dataclasses.replace(case, fused=fused)
+    force(monkeypatch, case)
+    pair = Pair(case, rng)
+    for step in range(case.steps):
+        pair.step([1, int(step % 3 != 2)])
+    assert pair.worlds[1][2].counters.folds
+    pair.check()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_history_longer_than_a_block(fused, rng, monkeypatch):
+    case = Case(heads=2, groups=1, capacity=18, page_rows=4, batch=1, steps=19, fused=fused)
+    force(monkeypatch, case)
+    pair = Pair(case, rng)
+    for _ in range(case.steps):
+        pair.step([1])
+    pair.check()
+
+
+def test_real_head_sizes(rng, monkeypatch):
+    case = Case(heads=1, groups=1, dim=80, state=128, batch=1, pads=0, capacity=3, steps=4)
+    for fused in (True, False):
+        case = dataclasses.replace(case, fused=fused)
+        force(monkeypatch, case)
+        pair = Pair(case, rng)
+        for _ in range(case.steps):
+            pair.step([1])
+        pair.check()
+
+
+def test_says_what_it_does_not_serve(rng):
+    pool = Pair(Case(state=5, groups=1, heads=1, batch=1), rng).worlds[0][0]
+    assert "state=5" in (TritonBackend().supports(pool) or "")
