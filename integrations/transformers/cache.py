@@ -12,7 +12,7 @@ from replayinfer import InputError, StatePool
 from .dispatch import install
 from .driver import StateDriver
 from .families import ModelBinding, describe
-from .layers import ReplayStateLayer, with_peer_base
+from .layers import ReplayHybridLayer, ReplayStateLayer, with_peer_base
 
 __all__ = ["ReplayCache"]
 
@@ -122,11 +122,11 @@ class ReplayCache:
         """Empty the cache: frees its sequences."""
         super().reset()  # type: ignore[misc]
         for layer in self.layers:
-            if hasattr(
-                layer, "keys"
-            ):  # an older peer zeroes keys and values but keeps their length
-                layer.keys = layer.values = None
-                layer.is_initialized = False
+            attention = getattr(layer, "attention", layer)
+            # An older peer zeroes keys and values but keeps their length.
+            if hasattr(attention, "keys"):
+                attention.keys = attention.values = None
+                attention.is_initialized = False
         self.driver.abort()
         if self.driver.sequences:
             self.pool.free(self.driver.sequences)
@@ -152,10 +152,14 @@ class ReplayCache:
 
 def with_state_layers(kind: type, binding: ModelBinding, driver: StateDriver) -> Any:
     """The peer's own dynamic cache for a model, with ours in place of its recurrent layers."""
-    from transformers.cache_utils import DynamicCache
+    from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
     layers = list(DynamicCache(config=binding.model.config).layers)
-    state_layer = with_peer_base(ReplayStateLayer, "LinearAttentionCacheLayerMixin")
+    state = with_peer_base(ReplayStateLayer, "LinearAttentionCacheLayerMixin")
+    hybrid = with_peer_base(ReplayHybridLayer, "LinearAttentionAndFullAttentionLayer")
     for index in binding.layers:
-        layers[index] = state_layer(driver, index)
+        attends = isinstance(layers[index], CacheLayerMixin)
+        layers[index] = (
+            hybrid(driver, index, DynamicLayer()) if attends else state(driver, index)
+        )
     return with_peer_base(kind, "Cache")(driver, layers)

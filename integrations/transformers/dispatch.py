@@ -39,6 +39,10 @@ class StateHandle:
     def __repr__(self) -> str:
         return f"StateHandle(layer={self.layer})"
 
+    def to(self, *args: Any, **kwargs: Any) -> StateHandle:
+        """Itself: a mixer may cast the state that it was given before it hands it back."""
+        return self
+
     # A seam was missed if a handle is used as a tensor: torch asks for this one ...
     @classmethod
     def __torch_function__(
@@ -99,16 +103,14 @@ def _mamba2_step(
     B: torch.Tensor,
     C: torch.Tensor,
     *args: Any,
+    z: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
     # A, D and dt_bias were bound with the layer; dt comes expanded over the head's channels.
-    y = state.driver.run(
-        state.layer,
-        x=hidden_states.unsqueeze(1),
-        dt=dt[..., 0].unsqueeze(1),
-        B=B.unsqueeze(1),
-        C=C.unsqueeze(1),
-    )
+    inputs = {"x": hidden_states, "dt": dt[..., 0], "B": B, "C": C}
+    if z is not None:
+        inputs["z"] = z
+    y = state.driver.run(state.layer, **{name: x.unsqueeze(1) for name, x in inputs.items()})
     return y.squeeze(1)
 
 
@@ -118,7 +120,7 @@ def _mamba2_chunk(original: Callable[..., Any], *args: Any, **kwargs: Any) -> An
     return original(*args, **kwargs)
 
 
-def _gdn_step(
+def _delta_step(
     original: Callable[..., Any],
     query: torch.Tensor,
     key: torch.Tensor,
@@ -142,7 +144,7 @@ def _gdn_step(
     return y, initial_state
 
 
-def _gdn_chunk(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _delta_chunk(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     handle: StateHandle = kwargs["initial_state"]
     kwargs["initial_state"] = handle.driver.full_state(handle.layer)
     return original(*args, **kwargs)
@@ -152,8 +154,8 @@ ROUTES: dict[str, Route] = {
     "conv_step": Route("conv_state", ("hidden_states", "conv_state"), _conv_step),
     "mamba2_step": Route("state", ("state", "hidden_states", "dt", "A", "B", "C"), _mamba2_step),
     "mamba2_chunk": Route("initial_states", (), _mamba2_chunk),
-    "gdn_step": Route("initial_state", ("query", "key", "value"), _gdn_step),
-    "gdn_chunk": Route("initial_state", (), _gdn_chunk),
+    "delta_step": Route("initial_state", ("query", "key", "value"), _delta_step),
+    "delta_chunk": Route("initial_state", (), _delta_chunk),
 }
 """By the names that `families` uses."""
 

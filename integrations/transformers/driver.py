@@ -75,6 +75,7 @@ class StateDriver:
         self._forget()
 
     def _make_pool(self, max_sequences: int) -> None:
+        self.binding.check_batch(max_sequences)
         one = StatePool(self.spec, self.layers, 1, **self._options).sizes.input_pages
         spare = spare_pages(max_sequences)
         checkpoint_pages, input_pages = self._pages

@@ -102,9 +102,7 @@ class ReplayEngine:
         self._table = SlotTable(max_sequences, model.device)
         self._cache = with_state_layers(_EngineCache, binding, self.driver)
         self._use_slots(max_sequences)
-        # Newer versions of the peer call the argument by a shorter name.
-        parameters = inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         install(binding.family, binding.module)
 
     def _use_slots(self, slots: int) -> None:
@@ -113,13 +111,18 @@ class ReplayEngine:
         for index, layer in enumerate(self._cache.layers):
             if not isinstance(layer, CacheLayerMixin):
                 continue
-            if type(layer) is not DynamicLayer:
+            # A layer that also recurs keeps its attention apart.
+            attention = getattr(layer, "attention", layer)
+            if type(attention) is not DynamicLayer:
                 raise UnsupportedError(
-                    f"layer {index}: got a {type(layer).__name__}; allowed full attention; use "
+                    f"layer {index}: got a {type(attention).__name__}; allowed full attention; use "
                     "ReplayCache with model.generate"
                 )
-            slot_layer = with_peer_base(SlotLayer, "CacheLayerMixin")
-            self._cache.layers[index] = slot_layer(self._table, slots)
+            slot_layer = with_peer_base(SlotLayer, "CacheLayerMixin")(self._table, slots)
+            if attention is layer:
+                self._cache.layers[index] = slot_layer
+            else:
+                layer.attention = slot_layer
 
     @property
     def pool(self) -> StatePool:
@@ -284,14 +287,16 @@ class ReplayEngine:
     def _forward(self, sequences: Sequence[int], ids: torch.Tensor) -> torch.Tensor:
         count = ids.shape[1]
         self._table.begin(sequences, count)
+        options: dict[str, Any] = {self.driver.binding.cache_argument: self._cache}
+        if self._takes_positions:
+            options["position_ids"] = self._table.batch.positions
         output = self.model(
             input_ids=ids,
             # In four dimensions the peer takes a mask as it is, for full attention only.
             attention_mask=self._table.mask(self.model.dtype),
-            position_ids=self._table.batch.positions,
             use_cache=True,
             logits_to_keep=1,
-            **{self._cache_argument: self._cache},
+            **options,
         )
         self._table.advance(sequences, count)
         logits: torch.Tensor = output.logits[:, -1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from replayinfer import GDNSpec, LayerSpec, Mamba2Spec, UnsupportedError
+from replayinfer import GDNSpec, KDASpec, LayerSpec, Mamba2Spec, UnsupportedError
 
 from . import peer
 
@@ -39,11 +40,25 @@ class Kind:
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of the peer: ``config.model_type``, its mixer class, its recurrence."""
+    """One architecture of the peer.
+
+    Attributes
+    ----------
+    model_type : str
+        ``config.model_type`` of the text model.
+    mixer : str
+        Class of its recurrent layers.
+    kind : Kind
+        Their recurrence.
+    mixes_rows : str
+        A flag of the mixer with which the peer's own decode mixes the sequences of a batch; such a
+        model is served one sequence at a time.
+    """
 
     model_type: str
     mixer: str
     kind: Kind
+    mixes_rows: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,8 @@ class ModelBinding:
         By model layer index, in the order in which a forward reaches them.
     module : ModuleType
         Where the mixers look their functions up.
+    cache_argument : str
+        What the model calls its cache; pass it to ``generate`` by this name.
     """
 
     model: Any
@@ -67,10 +84,21 @@ class ModelBinding:
     spec: LayerSpec
     mixers: dict[int, Any]
     module: ModuleType
+    cache_argument: str
 
     @property
     def layers(self) -> list[int]:
         return list(self.mixers)
+
+    def check_batch(self, sequences: int) -> None:
+        """Refuse several sequences where the peer would mix them."""
+        flag = self.family.mixes_rows
+        if sequences > 1 and flag and any(getattr(m, flag) for m in self.mixers.values()):
+            raise UnsupportedError(
+                f"max_sequences: got {sequences} for {self.family.model_type} with {flag}=True; "
+                "allowed 1: transformers lets the rows of a batch mix in that norm when it decodes; "
+                "serve one sequence at a time"
+            )
 
 
 def _mamba2_spec(mixer: Any) -> Mamba2Spec:
@@ -109,6 +137,21 @@ def _gdn_spec(mixer: Any) -> GDNSpec:
     )
 
 
+def _kda_spec(mixer: Any) -> KDASpec:
+    return KDASpec(
+        heads=mixer.num_heads,
+        key_heads=mixer.num_heads,
+        dim=mixer.head_dim,
+        state=mixer.head_dim,
+        # As above; its softplus is exactly 0 below -16.6, where ours is not.
+        gate="log",
+        beta="given",
+        norm="l2",
+        norm_eps=1e-6,
+        conv_width=mixer.conv_kernel_size,
+    )
+
+
 def _conv_weights(mixer: Any) -> dict[str, torch.Tensor | None]:
     bias = mixer.conv1d.bias
     return {
@@ -132,8 +175,18 @@ _GDN = Kind(
     weights=_conv_weights,
     routes={
         "causal_conv1d_update": "conv_step",
-        "torch_recurrent_gated_delta_rule": "gdn_step",
-        "torch_chunk_gated_delta_rule": "gdn_chunk",
+        "torch_recurrent_gated_delta_rule": "delta_step",
+        "torch_chunk_gated_delta_rule": "delta_chunk",
+    },
+    layout="kv",
+)
+_KDA = Kind(
+    spec=_kda_spec,
+    weights=_conv_weights,
+    routes={
+        "causal_conv1d_update": "conv_step",
+        "recurrent_kimi_delta_attention": "delta_step",
+        "chunk_kimi_delta_attention": "delta_chunk",
     },
     layout="kv",
 )
@@ -142,10 +195,22 @@ FAMILIES: dict[str, Family] = {
     f.model_type: f
     for f in (
         Family("nemotron_h", "NemotronHMamba2Mixer", _MAMBA2),
+        Family("bamba", "BambaMixer", _MAMBA2),
+        Family("mamba2", "Mamba2Mixer", _MAMBA2),
+        Family("falcon_h1", "FalconH1Mixer", _MAMBA2, mixes_rows="mamba_rms_norm"),
+        Family("granitemoehybrid", "GraniteMoeHybridMambaLayer", _MAMBA2),
+        Family("zamba2", "Zamba2MambaMixer", _MAMBA2),
         Family("qwen3_next", "Qwen3NextGatedDeltaNet", _GDN),
+        Family("qwen3_5_text", "Qwen3_5GatedDeltaNet", _GDN),
+        Family("qwen3_5_moe_text", "Qwen3_5MoeGatedDeltaNet", _GDN),
+        Family("olmo_hybrid", "OlmoHybridGatedDeltaNet", _GDN),
+        Family("kimi_linear", "KimiLinearDeltaAttention", _KDA),
     )
 }
 """Served architectures by ``config.model_type``."""
+
+# Mamba2 has a name of its own, and newer versions of the peer a shorter one for all.
+_CACHE_ARGUMENTS = ("past_key_values", "cache_params", "cache")
 
 
 def describe(model: Any) -> ModelBinding:
@@ -191,7 +256,7 @@ def describe(model: Any) -> ModelBinding:
             "use the model's own cache"
         )
     module = sys.modules[type(next(iter(mixers.values()))).__module__]
-    return ModelBinding(model, family, spec, mixers, module)
+    return ModelBinding(model, family, spec, mixers, module, _cache_argument(model))
 
 
 def unsupported_reason(model: Any) -> str | None:
@@ -201,6 +266,11 @@ def unsupported_reason(model: Any) -> str | None:
     except UnsupportedError as error:
         return str(error)
     return None
+
+
+def _cache_argument(model: Any) -> str:
+    parameters = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHE_ARGUMENTS if name in parameters), _CACHE_ARGUMENTS[0])
 
 
 def _text_config(model: Any) -> Any:

@@ -12,7 +12,7 @@ from replayinfer import UnsupportedError
 from .dispatch import StateHandle
 from .driver import StateDriver
 
-__all__ = ["ReplayStateLayer", "with_peer_base"]
+__all__ = ["ReplayHybridLayer", "ReplayStateLayer", "with_peer_base"]
 
 
 @functools.cache
@@ -87,6 +87,53 @@ class ReplayStateLayer:
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """See `ReplayCache.batch_select_indices`."""
+
+
+class ReplayHybridLayer(ReplayStateLayer):
+    """The cache layer of a layer that both recurs and attends.
+
+    Attributes
+    ----------
+    attention
+        The cache layer of its keys and values.
+    """
+
+    def __init__(self, driver: StateDriver, layer: int, attention: Any) -> None:
+        super().__init__(driver, layer)
+        self.attention = attention
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the new tokens in, of all tokens out."""
+        keys, values = self.attention.update(*args, **kwargs)
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return int(self.attention.get_seq_length())
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        length, offset = self.attention.get_mask_sizes(query_length)
+        return length, offset
+
+    def get_max_length(self) -> int:
+        return int(self.attention.get_max_length())
+
+    def offload(self) -> None:
+        self.attention.offload()
+
+    def prefetch(self) -> None:
+        self.attention.prefetch()
+
+    def reset(self) -> None:
+        self.attention.reset()
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self.attention.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.attention.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.attention.batch_select_indices(indices)
 
 
 def _refuse(method: str) -> None:

@@ -19,6 +19,8 @@ class LaunchConfig:
         Rows of a tile: of the state, or of the history in the prepass. 0 leaves it to the launcher.
     heads : int
         Heads of a program; 0 means all that share a group.
+    stages : int
+        Heads in flight where a program walks several.
     programs_per_sm : int
         Resident programs of a persistent grid.
     registers : int
@@ -28,6 +30,7 @@ class LaunchConfig:
     num_warps: int = 4
     rows: int = 0
     heads: int = 0
+    stages: int = 1
     programs_per_sm: int = 4
     registers: int = 0
 

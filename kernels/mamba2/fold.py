@@ -4,12 +4,15 @@
 
     S = exp(A d(0,h)) S0 + sum_j (dt_j exp(A d(j,h)) x_j) B_j^T
 
-A persistent grid walks (layer, fold, head); the length of the fold list is read on the device, so
-the launch is the same in every step and fits into a CUDA graph. Source and target page may be the
-same: a program reads its tile before it writes it.
+A persistent grid walks (layer, fold, set of heads); the length of the fold list is read on the device,
+so the launch is the same in every step and fits into a CUDA graph. The heads of a set share one look-up
+of pages and one tile of ``B``. Source and target page may be the same: a program reads its tile before
+it writes it.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import triton
@@ -37,73 +40,79 @@ def _fold_kernel(
     stride_table_b, pages,
     num_layers,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+    SET: tl.constexpr, STAGES: tl.constexpr, PAGE_ROWS: tl.constexpr,
     IN_SPLIT: tl.constexpr, OUT_SPLIT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
-    NUM_HEADS: tl.constexpr = GROUPS * HEADS
+    SETS: tl.constexpr = GROUPS * HEADS // SET
     n, j = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_J)
     in_n = n < STATE
     count = tl.load(count_ptr)
-    items = count * num_layers * NUM_HEADS * BLOCKS
     item = tl.program_id(0)
-    while item < items:
+    while item < count * num_layers * SETS * BLOCKS:
         block = item % BLOCKS
-        h = item // BLOCKS % NUM_HEADS
-        f = item // (BLOCKS * NUM_HEADS) % count
-        layer = (item // (BLOCKS * NUM_HEADS) // count).to(tl.int64)
+        first = item // BLOCKS % SETS * SET
+        f = item // (BLOCKS * SETS) % count
+        layer = (item // (BLOCKS * SETS) // count).to(tl.int64)
+        item += tl.num_programs(0)
         source = tl.load(source_ptr + f).to(tl.int64)
         target = tl.load(target_ptr + f).to(tl.int64)
         history = tl.load(rows_ptr + f)
-        rate = tl.load(a_ptr + layer * stride_a_layer + h)
+        table = table_ptr + f * stride_table_b
+        at_x = row_offset(table, j, pages, stride_row_x_page, stride_row_x_row, PAGE_ROWS)
+        at_b = row_offset(table, j, pages, stride_row_b_page, stride_row_b_row, PAGE_ROWS)
+        at_dt = row_offset(table, j, pages, stride_row_dt_page, stride_row_dt_row, PAGE_ROWS)
+        at_next = row_offset(table, j + 1, pages, stride_row_dt_page, stride_row_dt_row, PAGE_ROWS)
 
+        live, more = j < history, j + 1 < history
         d = block * BLOCK_D + tl.arange(0, BLOCK_D)
         in_d = d < DIM
         in_tile = in_d[:, None] & in_n[None, :]
-        tile = d[:, None] * STATE + n[None, :]
-        at = layer * stride_in_layer + source * stride_in_page + h * stride_in_h
-        if IN_SPLIT:
-            high = tl.load(in_ptr + at + tile, mask=in_tile, other=0)
-            low = tl.load(in_low_ptr + at + tile, mask=in_tile, other=0)
-        else:
-            high = tl.load(in_ptr + at + tile, mask=in_tile, other=0.0)
-
-        live, more = j < history, j + 1 < history
-        table = table_ptr + f * stride_table_b
-        at = row_offset(table, j, pages, stride_row_x_page, stride_row_x_row, PAGE_ROWS)
-        at += layer * stride_row_x_layer + h * stride_row_x_h
-        xs = tl.load(
-            row_x_ptr + at[:, None] + d[None, :], mask=live[:, None] & in_d[None, :], other=0.0
-        )
-        at = row_offset(table, j, pages, stride_row_b_page, stride_row_b_row, PAGE_ROWS)
-        at += layer * stride_row_b_layer + h // HEADS * stride_row_b_g
+        tile = tl.arange(0, BLOCK_D)[:, None] * STATE + n[None, :]
+        group = first // HEADS
         bs = tl.load(
-            row_b_ptr + at[:, None] + n[None, :], mask=live[:, None] & in_n[None, :], other=0.0
-        )
-        dts = row_dt_ptr + layer * stride_row_dt_layer + h
-        at = row_offset(table, j, pages, stride_row_dt_page, stride_row_dt_row, PAGE_ROWS)
-        own = tl.load(dts + at, mask=live, other=0.0)
-        at = row_offset(table, j + 1, pages, stride_row_dt_page, stride_row_dt_row, PAGE_ROWS)
-        following = tl.load(dts + at, mask=more, other=0.0)
+            row_b_ptr + layer * stride_row_b_layer + group * stride_row_b_g + at_b[:, None]
+            + n[None, :],
+            mask=live[:, None] & in_n[None, :], other=0.0,
+        )  # fmt: skip
+        xs_ptr = row_x_ptr + layer * stride_row_x_layer + at_x[:, None] + d[None, :]
+        dts_ptr = row_dt_ptr + layer * stride_row_dt_layer
+        old = layer * stride_in_layer + source * stride_in_page + block * (BLOCK_D * STATE)
+        new = layer * stride_out_layer + target * stride_out_page + block * (BLOCK_D * STATE)
+        for i in tl.range(0, SET, num_stages=STAGES):
+            h = first + i
+            at = old + h * stride_in_h
+            if IN_SPLIT:
+                high = tl.load(in_ptr + at + tile, mask=in_tile, other=0)
+                low = tl.load(in_low_ptr + at + tile, mask=in_tile, other=0)
+            else:
+                high = tl.load(in_ptr + at + tile, mask=in_tile, other=0.0)
+            xs = tl.load(
+                xs_ptr + h * stride_row_x_h, mask=live[:, None] & in_d[None, :], other=0.0
+            )
+            own = tl.load(dts_ptr + at_dt + h, mask=live, other=0.0)
+            following = tl.load(dts_ptr + at_next + h, mask=more, other=0.0)
+            rate = tl.load(a_ptr + layer * stride_a_layer + h)
+            if STAGES == 1:
+                tl.debug_barrier()  # keeps the loads above the arithmetic: all are in flight
 
-        tl.debug_barrier()  # keeps the loads above the arithmetic, so that all are in flight
-        reach = tl.cumsum(following, axis=0, reverse=True)  # over (j, h]: shifted, then scanned
-        weight = own * tl.exp(rate * reach)
-        state = dot_exact(tl.trans(weight[:, None] * xs.to(tl.float32)), bs, INTERPRET)
-        if IN_SPLIT:
-            before = join_planes(high, low)
-        else:
-            before = high.to(tl.float32)
-        state += tl.exp(rate * tl.sum(own, axis=0)) * before
+            reach = tl.cumsum(following, axis=0, reverse=True)  # over (j, h]: shifted, then scanned
+            weight = own * tl.exp(rate * reach)
+            state = dot_exact(tl.trans(weight[:, None] * xs.to(tl.float32)), bs, INTERPRET)
+            if IN_SPLIT:
+                before = join_planes(high, low)
+            else:
+                before = high.to(tl.float32)
+            state += tl.exp(rate * tl.sum(own, axis=0)) * before
 
-        at = layer * stride_out_layer + target * stride_out_page + h * stride_out_h
-        if OUT_SPLIT:
-            high, low = split_planes(state)
-            tl.store(out_ptr + at + tile, high, mask=in_tile)
-            tl.store(out_low_ptr + at + tile, low, mask=in_tile)
-        else:
-            tl.store(out_ptr + at + tile, encode(state, out_ptr.dtype.element_ty), mask=in_tile)
-        item += tl.num_programs(0)
+            at = new + h * stride_out_h
+            if OUT_SPLIT:
+                high, low = split_planes(state)
+                tl.store(out_ptr + at + tile, high, mask=in_tile)
+                tl.store(out_low_ptr + at + tile, low, mask=in_tile)
+            else:
+                tl.store(out_ptr + at + tile, encode(state, out_ptr.dtype.element_ty), mask=in_tile)
 
 
 def fold(
@@ -148,7 +157,9 @@ def fold(
         layers,
         GROUPS=groups, HEADS=heads // groups, DIM=dim, STATE=state,
         BLOCK_D=block_d, BLOCK_N=max(16, triton.next_power_of_2(state)),
-        BLOCK_J=max(16, triton.next_power_of_2(capacity)), PAGE_ROWS=row_x.shape[2],
+        BLOCK_J=max(16, triton.next_power_of_2(capacity)),
+        SET=math.gcd(config.heads or 2, heads // groups), STAGES=config.stages,
+        PAGE_ROWS=row_x.shape[2],
         IN_SPLIT=low is not None, OUT_SPLIT=out_low is not None, INTERPRET=interpreting(),
         num_warps=config.num_warps, num_stages=1, maxnreg=config.registers or None,
     )  # fmt: skip

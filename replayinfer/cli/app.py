@@ -12,6 +12,7 @@ from replayinfer import ReplayError, __version__
 __all__ = ["COMMANDS", "main", "run"]
 
 COMMANDS: dict[str, str] = {
+    "bench": "Time decode steps on this machine's GPU, against installed peers.",
     "demo": "Decode small hybrid models by replay and check every token.",
     "describe": "Say which layers of a model recur or attend, and what a sequence costs.",
 }

@@ -11,100 +11,15 @@ rounding differences of float32 stay four orders below (`tests/demo` holds both)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from replayinfer import InputError
 
-__all__ = ["MODELS", "VOCABULARY", "DemoModel", "build_model", "scale_weights"]
+from .configs import MODELS
 
-VOCABULARY = 256  # a token is a byte
-
-_HIDDEN = 96
-
-
-@dataclass(frozen=True)
-class DemoModel:
-    """One of the demo's models: its name, its kind of recurrent layer, and its config."""
-
-    name: str
-    recurrence: str
-    config: Callable[[], Any]
-
-
-def _nemotron_h() -> Any:
-    from transformers import NemotronHConfig
-
-    return NemotronHConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=_HIDDEN,
-        layers_block_type=[
-            "linear_attention", "mlp", "linear_attention", "full_attention",
-            "linear_attention", "moe", "linear_attention",
-        ],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=24,
-        intermediate_size=2 * _HIDDEN,
-        mamba_num_heads=8,
-        mamba_head_dim=32,
-        ssm_state_size=64,
-        n_groups=2,
-        chunk_size=64,
-        n_routed_experts=4,
-        num_experts_per_tok=4,
-        moe_intermediate_size=_HIDDEN,
-        moe_shared_expert_intermediate_size=_HIDDEN,
-        **_COMMON,
-    )  # fmt: skip
-
-
-def _qwen3_next() -> Any:
-    from transformers import Qwen3NextConfig
-
-    return Qwen3NextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=_HIDDEN,
-        num_hidden_layers=4,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=24,
-        intermediate_size=2 * _HIDDEN,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=64,
-        linear_value_head_dim=32,
-        decoder_sparse_step=2,
-        num_experts=4,
-        num_experts_per_tok=4,
-        moe_intermediate_size=_HIDDEN,
-        shared_expert_intermediate_size=_HIDDEN,
-        **_COMMON,
-    )
-
-
-# Every expert is on for every token. With fewer, a router that is nearly tied would turn any
-# difference, however small, into one of the size of a logit, and no bound on it could be stated.
-_COMMON: dict[str, Any] = {
-    "max_position_embeddings": 1 << 16,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
-MODELS: dict[str, DemoModel] = {
-    m.name: m
-    for m in (
-        DemoModel("nemotron_h", "Mamba-2", _nemotron_h),
-        DemoModel("qwen3_next", "Gated DeltaNet", _qwen3_next),
-    )
-}
-"""The demo's models by ``config.model_type``."""
-
+__all__ = ["build_model", "scale_weights"]
 
 def build_model(name: str, seed: int = 0) -> Any:
     """A seeded float32 model, in evaluation mode; the global random state is left as it was.

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from replayinfer.testing import assert_within_budget
+from replayinfer.testing import assert_bitwise_equal, assert_within_budget
 
 from .world import BASES, LAYER, World, vary
 
@@ -97,3 +97,30 @@ def test_a_decay_of_zero_erases_history(case, rng):
     fresh = World(case, rng, weights=erased, stream=world.stream, start=zero)
     for got, exact, plain in zip((world.y, world.states()), fresh.exact, fresh.plain, strict=True):
         assert_within_budget(got, exact=exact, rounded=plain)
+
+
+@pytest.mark.parametrize("case", BASES, ids=str)
+def test_a_rate_beyond_fp32_times_a_step_below_it(case, rng):
+    """Infinity times zero is no NaN: without a step nothing decays and nothing is written."""
+    case = case.but(tokens=20)
+    drawn = World(case, rng)
+    steps = [name for name in ("dt", "a", "b") if name in drawn.stream]
+    stream = drawn.stream | {name: torch.full_like(drawn.stream[name], -200.0) for name in steps}
+    world = World(case, rng, weights=drawn.weights, stream=stream)
+    rate = {"A": -torch.inf} if "A" in drawn.weights else {"A_log": 100.0}
+    ready = {name: torch.full_like(drawn.weights[name], value) for name, value in rate.items()}
+    world.pool.bind(LAYER, **ready)
+    world.decode()
+    assert_bitwise_equal(world.states(), world.start)
+
+
+def test_a_bounded_gate_of_any_slope(rng):
+    """`sigmoid(rate * a)` at a = 0 is one half, whatever the rate."""
+    base = next(base for base in BASES if base.spec.family == "kda")
+    case = base.but(gate="bounded", tokens=20)
+    drawn = World(case, rng)
+    weights = {"A_log": torch.full((case.spec.heads,), 60.0)}
+    stream = drawn.stream | {"a": torch.zeros_like(drawn.stream["a"])}
+    world = World(case, rng, weights=weights, stream=stream)
+    world.pool.bind(LAYER, A_log=torch.full((case.spec.heads,), 100.0))
+    world.decode().check()

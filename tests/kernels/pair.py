@@ -21,7 +21,6 @@ from replayinfer.testing import (
     relative_error,
 )
 
-LAYERS = (2, 5)
 # Rounding of an output, and of a state where the kernels' order of additions turns a tie around.
 EPSILON = {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 8e-4}
 STATE_EPSILON = {"fp32": 1e-6, "fp32_split": 1e-6, "bf16": 2e-3, "fp16": 2e-4}
@@ -29,17 +28,18 @@ STATE_EPSILON = {"fp32": 1e-6, "fp32_split": 1e-6, "bf16": 2e-3, "fp16": 2e-4}
 
 @dataclass(frozen=True)
 class Case:
-    heads: int = 4
+    heads: int = 2
     dim: int = 8
     state: int = 16
-    groups: int = 2
+    groups: int = 1
     format: str = "fp32_split"
     dtype: torch.dtype = torch.bfloat16
-    capacity: int = 5
+    capacity: int = 3
     page_rows: int = 2
     batch: int = 2
     pads: int = 1
-    steps: int = 7
+    steps: int = 5
+    layers: int = 1
     z: bool = False
     softplus: bool = True
     fused: bool | None = None  # None: as the table has it
@@ -57,12 +57,13 @@ class Pair:
             heads=case.heads, dim=case.dim, state=case.state, groups=case.groups,
             dt_softplus=case.softplus,
         )  # fmt: skip
-        weights = [layer_weights(spec, rng) for _ in LAYERS]
-        start = [initial_states(spec, case.batch, rng) for _ in LAYERS]
+        self.layers = layers = range(2, 2 + case.layers)
+        weights = [layer_weights(spec, rng) for _ in layers]
+        start = [initial_states(spec, case.batch, rng) for _ in layers]
         self.worlds = []
         for backend in ("torch", "triton"):
             pool = StatePool(
-                spec, LAYERS, case.batch + 1, capacity=case.capacity, format=case.format,
+                spec, layers, case.batch + 1, capacity=case.capacity, format=case.format,
                 dtype=case.dtype, page_rows=case.page_rows, device=device, **options,
             )  # fmt: skip
             for field in pool.inputs.fields.values():
@@ -71,22 +72,22 @@ class Pair:
                 pool.checkpoints.storage.fill_(-1)  # a NaN in both planes
             else:
                 pool.checkpoints.storage.fill_(float("nan"))
-            for layer, values in zip(LAYERS, weights, strict=True):
+            for layer, values in zip(layers, weights, strict=True):
                 pool.bind(layer, **{name: v.to(device) for name, v in values.items()})
             sequences = pool.alloc(case.batch)
             for i, sequence in enumerate(sequences):
                 taps = torch.zeros(spec.conv_channels, 3, device=device)
                 pool.seed(
                     sequence,
-                    {layer: s[i].to(device) for layer, s in zip(LAYERS, start, strict=True)},
-                    tokens=3, conv=dict.fromkeys(LAYERS, taps),
+                    {layer: s[i].to(device) for layer, s in zip(layers, start, strict=True)},
+                    tokens=3, conv=dict.fromkeys(layers, taps),
                 )  # fmt: skip
             self.worlds.append((pool, sequences, ReplayDecodeWrapper(pool, backend=backend)))
 
     def step(self, windows) -> None:
         case, spec, bucket = self.case, self.spec, self.case.batch + self.case.pads
         tokens = [
-            mamba2_inputs(spec, 1, bucket, case.dtype, self.rng, with_z=case.z) for _ in LAYERS
+            mamba2_inputs(spec, 1, bucket, case.dtype, self.rng, with_z=case.z) for _ in self.layers
         ]
         before = conv_inputs(spec, 1, bucket, case.dtype, self.rng).to(self.device)
         live = np.zeros(bucket, dtype=bool)
@@ -99,7 +100,7 @@ class Pair:
             wrapper.plan(sequences, windows, bucket=bucket, window=1)
             wrapper.fold()
             outputs = []
-            for layer, inputs in zip(LAYERS, tokens, strict=True):
+            for layer, inputs in zip(self.layers, tokens, strict=True):
                 out = torch.full((bucket, 1, spec.heads, spec.dim), float("nan"))
                 out = out.to(self.device, case.dtype)
                 inputs = {name: v.to(self.device) for name, v in inputs.items()}
@@ -128,7 +129,7 @@ class Pair:
             mine = have.inputs.fields[name]
             assert torch.equal(field.isnan(), mine.isnan()), f"rows of {name}"
             if name == "dt":
-                torch.testing.assert_close(mine, field, rtol=1e-6, atol=1e-9, equal_nan=True)
+                assert relative_error(mine.nan_to_num(), field.nan_to_num()) <= 1e-6, "rows of dt"
             else:
                 assert torch.equal(field.nan_to_num(), mine.nan_to_num()), f"rows of {name}"
         planes = (p.checkpoints.plane.isnan() for p in (want, have))

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from replayinfer import Mamba2Spec, StatePool
 from replayinfer.backends.triton import TritonBackend
 from replayinfer.kernels.launch import lookup as launch
 
@@ -27,7 +28,7 @@ def force(monkeypatch, case: Case) -> None:
 
     def lookup(op, spec, *rest):
         if op == "fused" and case.fused is not None:
-            return launch.LaunchConfig(num_warps=1, rows=4) if case.fused else None
+            return launch.LaunchConfig(num_warps=1, rows=8) if case.fused else None
         return chosen(op, spec, *rest)
 
     monkeypatch.setattr(launch, "lookup", lookup)
@@ -51,7 +52,8 @@ def variants(**choices) -> list[Case]:
         softplus=[False],
         dim=[20],
         state=[24],
-        groups=[1, 4],
+        groups=[2],
+        layers=[2],
     ),
     ids=str,
 )
@@ -86,6 +88,6 @@ def test_real_head_sizes(rng, monkeypatch):
         pair.check()
 
 
-def test_says_what_it_does_not_serve(rng):
-    pool = Pair(Case(state=5, groups=1, heads=1, batch=1), rng).worlds[0][0]
+def test_says_what_it_does_not_serve():
+    pool = StatePool(Mamba2Spec(heads=2, dim=4, state=5), [0], 1)
     assert "state=5" in (TritonBackend().supports(pool) or "")

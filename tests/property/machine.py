@@ -114,12 +114,26 @@ class Machine:
             self.live.remove(seq)
             self.stale.append(seq)
 
-    def fork(self, seq: int, count: int) -> None:
-        for child in self.attempt(lambda: self.pool.fork(seq, count)) or []:
+    def fork(self, seq: int, count: int, drop: int = 0) -> None:
+        """Copies; with `drop`, of the sequence as it was some rows earlier."""
+        drop = min(drop, self.limit(seq))
+        rows = self.pool.history(seq) - drop if drop else None
+        for child in self.attempt(lambda: self.pool.fork(seq, count, rows=rows)) or []:
             self.model.fork(seq, child)
+            self.model.rollback(child, drop)
             self.live.append(child)
-            self.undo[child] = self.undo[seq]
+            self.undo[child] = max(self.undo[seq] - drop, 0)
             self.check(child)
+
+    def move(self, seq: int) -> None:
+        """A copy by way of the host."""
+        taken = self.pool.export(seq)
+        copy = self.attempt(lambda: self.pool.import_(taken))
+        if copy is not None:
+            self.model.fork(seq, copy)
+            self.live.append(copy)
+            self.undo[copy] = 0
+            self.check(copy)
 
     def limit(self, seq: int) -> int:
         """How many rows a rollback may drop."""

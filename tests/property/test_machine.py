@@ -56,9 +56,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.machine.free([self.pick(n)])
 
     @precondition(some_idle)
-    @rule(n=number, count=st.integers(1, 2))
-    def fork(self, n, count):
-        self.machine.fork(self.pick(n), count)
+    @rule(n=number, count=st.integers(1, 2), drop=number)
+    def fork(self, n, count, drop):
+        self.machine.fork(self.pick(n), count, drop)
+
+    @precondition(some_idle)
+    @rule(n=number)
+    def move(self, n):
+        self.machine.move(self.pick(n))
 
     @precondition(some_idle)
     @rule(n=number, rows=number)

@@ -30,7 +30,9 @@ def drive(machine: Machine, pick: random.Random) -> None:
         windows = [pick.choice([0, 1, 2, 3, 3]) for _ in some]
         forced = [pick.random() < 0.1 for _ in some]
         return machine.plan(some, windows, forced, pads=pick.choice([0, 0, 2]))
-    kind = pick.choice(["alloc", "fork", "fork", "rollback", "seed", "free", "free", "misuse"])
+    kind = pick.choice(
+        ["alloc", "fork", "fork", "move", "rollback", "seed", "free", "free", "free", "misuse"]
+    )
     if kind == "alloc":
         return machine.alloc(pick.choice([1, 1, 2]))
     if kind == "misuse":
@@ -39,7 +41,9 @@ def drive(machine: Machine, pick: random.Random) -> None:
         return None
     seq = pick.choice(idle)
     if kind == "fork":
-        return machine.fork(seq, pick.choice([1, 1, 1, 2]))
+        return machine.fork(seq, pick.choice([1, 1, 1, 2]), drop=pick.choice([0, 0, 1, 2, 5]))
+    if kind == "move":
+        return machine.move(seq)
     if kind == "rollback":
         return machine.rollback(seq, pick.randrange(1, 8))
     if kind == "seed":

@@ -1,0 +1,88 @@
+"""A bench report for people: a table, and a plot of speed-up over batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from .run import BenchReport
+
+__all__ = ["markdown_table", "plot"]
+
+
+def markdown_table(report: BenchReport) -> str:
+    """The rows as a Markdown table, with what made them above it."""
+    ceiling = report.read_ceiling_tbps
+    lines = [
+        f"`{report.command}`",
+        "",
+        f"{report.device}, torch {report.torch}, triton {report.triton}, commit {report.commit}, "
+        f"{report.date}. Read ceiling {ceiling} TB/s. Microseconds per layer and step, CUDA graph, "
+        "cold L2, staggered histories, folds and prepass counted, median, arms interleaved.",
+        "",
+        "| layer | batch | format | L | ours | standard kernel | its time | ratio | bytes / "
+        "ceiling |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in report.rows:
+        floor = row["bytes"] / ceiling / 1e6
+        ratio = "–" if row["ratio"] is None else f"**{row['ratio']:.2f}x**"
+        theirs = "–" if row["baseline_us"] is None else f"{row['baseline_us']:.1f}"
+        lines.append(
+            f"| {shape(row)} | {row['batch']} | {row['format']} | {row['capacity']} | "
+            f"{row['ours_us']:.1f} | {row['baseline']}, {row['state_dtype']} | {theirs} | "
+            f"{ratio} | "
+            f"{floor:.1f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def shape(row: dict[str, Any]) -> str:
+    """``mamba2 128 x 64 x 128, 8``: heads, dim, state, shared heads."""
+    shared = row.get("groups", row.get("key_heads"))
+    return f"{row['family']} {row['heads']} x {row['dim']} x {row['state']}, {shared}"
+
+
+def plot(report: BenchReport, path: Path) -> None:
+    """Speed-up over batch, and how far each batch is from its bytes at the read ceiling.
+
+    Raises
+    ------
+    UnsupportedError
+        matplotlib is not installed (extra ``bench``).
+    """
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise UnsupportedError(
+            "matplotlib: got no installation; allowed any; pip install 'replayinfer[bench]'"
+        ) from None
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    series: dict[str, list[dict[str, Any]]] = {}
+    for row in report.rows:
+        label = f"{shape(row)}, {row['format']}, L={row['capacity']}"
+        series.setdefault(label, []).append(row)
+    for label, rows in series.items():
+        rows = sorted(rows, key=lambda r: int(r["batch"]))
+        batches = [r["batch"] for r in rows]
+        if all(r["ratio"] is not None for r in rows):
+            left.plot(batches, [r["ratio"] for r in rows], marker="o", label=label)
+        share = [r["bytes"] / report.read_ceiling_tbps / 1e6 / r["ours_us"] for r in rows]
+        right.plot(batches, share, marker="o", label=label)
+    left.axhline(1.0, color="gray", linewidth=1)
+    for axis, title in (
+        (left, "speed-up over the standard kernel"),
+        (right, "time the bytes need at the read ceiling / time taken"),
+    ):
+        axis.set(xscale="log", xlabel="batch", title=title)
+        axis.grid(alpha=0.3)
+    right.set_ylim(0, 1.05)
+    right.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
