@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,10 @@ def check_plan(pool: StatePool, plan: Plan) -> None:
     Raises
     ------
     CheckError
-        An index out of bounds, a page that two rows of the plan write, or one that is shared.
+        An index out of bounds, a page that two rows of the plan write, one that somebody else
+        holds, or device arrays that are not the plan; syncs.
+    StaleHandleError
+        A sequence of the plan that was freed.
     """
     sizes, cur = pool.sizes, pool.cursors
     for handle, slot in zip(plan.handles.tolist(), plan.slots.tolist(), strict=True):
@@ -31,16 +35,23 @@ def check_plan(pool: StatePool, plan: Plan) -> None:
     _within("input page", plan.table, sizes.input_pages, low=-1)
     _within("history + window", plan.starts + plan.windows, pool.capacity + 1, low=0)
 
-    targets = plan.pages[plan.fold_index]
+    index, slots = plan.fold_index, plan.slots
+    targets = plan.pages[index]
     _unshared("checkpoint page", targets, pool.checkpoint_ids.refs)
+    _own("checkpoint page", targets, cur.checkpoint[slots[index], None], plan.taken_checkpoints)
     rows = sizes.page_rows
     place = np.arange(plan.table.shape[1])
     first = (plan.starts // rows)[:, None]
     last = ((plan.starts + plan.windows - 1) // rows)[:, None]
-    written = plan.table[(place >= first) & (place <= last) & (plan.windows > 0)[:, None]]
+    writes = (place >= first) & (place <= last) & (plan.windows > 0)[:, None]
+    written = plan.table[writes]
     if (written < 0).any():
         raise CheckError("plan: a window row has no input page")
+    if (plan.table[place * rows < plan.starts[:, None]] < 0).any():
+        raise CheckError("plan: a committed row has no input page")
     _unshared("input page", written, pool.input_ids.refs)
+    _own("input page", written, cur.table[slots[np.nonzero(writes)[0]]], plan.taken_inputs)
+    _check_arrays(pool, plan)
 
 
 def check_guards(pool: StatePool) -> None:
@@ -51,8 +62,7 @@ def check_guards(pool: StatePool) -> None:
 
 
 def check_finite_states(pool: StatePool, plan: Plan) -> None:
-    """Raise `NonFiniteStateError` naming the sequences whose fold left a state that is not "
-    "finite."""
+    """Raise `NonFiniteStateError` naming the sequences whose fold left a state not finite."""
     index = plan.fold_index
     if not index.size:
         return
@@ -76,10 +86,43 @@ def _refuse_nonfinite(
     if bad:
         raise NonFiniteStateError(
             f"{action}: got a {what} that is not finite for sequences {bad}; allowed finite "
-            f"values; "
-            "abort the step and free them, the others are not affected",
+            "values; abort the step and free them, the others are not affected",
             bad,
         )
+
+
+def _check_arrays(pool: StatePool, plan: Plan) -> None:
+    """What kernels read is what was planned, and every other entry of the bucket is a pad."""
+    cur = pool.cursors
+    folding = plan.slots[plan.fold_index]
+    planned: dict[str, tuple[NDArray[Any], int]] = {
+        "slot": (plan.slots, -1),
+        "page": (plan.pages, -1),
+        "history": (plan.starts, 0),
+        "window": (plan.windows, 0),
+        "conv_place": ((cur.base + cur.history)[plan.slots] % pool.conv.ring, 0),
+        "table": (plan.table, -1),
+        "fold_count": (np.array([plan.fold_count]), 0),
+        "fold_source": (cur.checkpoint[folding], -1),
+        "fold_target": (plan.pages[plan.fold_index], -1),
+        "fold_rows": (plan.fold_rows[plan.fold_index], 0),
+        "fold_table": (cur.table[folding], -1),
+    }
+    for name, (want, pad) in planned.items():
+        array = getattr(plan.arrays, name).cpu().numpy()
+        used = want.shape[0]
+        if not np.array_equal(array[:used], want):
+            raise CheckError(f"plan: its array {name} is not what was planned")
+        if (array[used:] != pad).any():
+            raise CheckError(f"plan: its array {name} has more than pads beyond what was planned")
+
+
+def _own(
+    name: str, ids: NDArray[np.int32], held: NDArray[np.int32], taken: NDArray[np.int32]
+) -> None:
+    """`ids` ``[n]`` lie in the rows of `held` ``[n, ...]``, or were taken for the plan."""
+    if not ((held == ids[:, None]).any(1) | np.isin(ids, taken)).all():
+        raise CheckError(f"plan: a {name} is written that is another sequence's")
 
 
 def _within(name: str, values: NDArray[np.int32], stop: int, *, low: int) -> None:

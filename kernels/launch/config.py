@@ -17,6 +17,8 @@ class LaunchConfig:
     num_warps : int
     rows : int
         Rows of a tile: of the state, or of the history in the prepass. 0 leaves it to the launcher.
+    columns : int
+        Channels of a state tile in the fold; 0 leaves it to the launcher.
     heads : int
         Heads of a program; 0 means all that share a group.
     stages : int
@@ -29,6 +31,7 @@ class LaunchConfig:
 
     num_warps: int = 4
     rows: int = 0
+    columns: int = 0
     heads: int = 0
     stages: int = 1
     programs_per_sm: int = 4

@@ -27,6 +27,18 @@ __all__ = ["fold"]
 
 
 @triton.jit
+def _from_units(x, WARPS: tl.constexpr, CHUNKS: tl.constexpr):
+    """``[16 WARPS, 32 CHUNKS]`` as the matrix units hold it to ``[16 WARPS, CHUNKS, 32]`` in order.
+
+    There a thread holds rows 8 apart and pairs of columns 8 apart; a load gives it 8 neighbours. So
+    the operands come with their rows and columns permuted, and the product's index bits are put
+    back here: that moves no data, where a change of layout would go through shared memory.
+    """
+    x = x.reshape(WARPS, 2, 8, CHUNKS, 4, 4, 2)
+    return x.permute(1, 0, 2, 3, 5, 4, 6).reshape(16 * WARPS, CHUNKS, 32)
+
+
+@triton.jit
 def _fold_kernel(
     out_ptr, out_low_ptr, in_ptr, in_low_ptr,
     a_ptr, row_x_ptr, row_b_ptr, row_dt_ptr,
@@ -40,18 +52,25 @@ def _fold_kernel(
     stride_table_b, pages,
     num_layers,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_J: tl.constexpr,
     SET: tl.constexpr, STAGES: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    IN_SPLIT: tl.constexpr, OUT_SPLIT: tl.constexpr, INTERPRET: tl.constexpr,
+    PERMUTE: tl.constexpr, IN_SPLIT: tl.constexpr, OUT_SPLIT: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
-    BLOCKS: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
+    PARTS: tl.constexpr = (STATE + BLOCK_N - 1) // BLOCK_N
+    BLOCKS: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D * PARTS
     SETS: tl.constexpr = GROUPS * HEADS // SET
-    n, j = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_J)
-    in_n = n < STATE
+    WARPS: tl.constexpr = BLOCK_D // 16
+    COLUMNS: tl.constexpr = BLOCK_N // CHUNKS
+    j = tl.arange(0, BLOCK_J)
+    r = tl.arange(0, BLOCK_D)
+    n = tl.arange(0, CHUNKS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tile = r[:, None, None] * STATE + n[None, :, :]
+    if PERMUTE:  # the matrix units' order of rows, see `_from_units`
+        r = r % 8 + r // 8 % 2 * (8 * WARPS) + r // 16 * 8
     count = tl.load(count_ptr)
     item = tl.program_id(0)
     while item < count * num_layers * SETS * BLOCKS:
-        block = item % BLOCKS
+        corner = item % BLOCKS // PARTS * BLOCK_D, item % PARTS * BLOCK_N  # of the tile in the head
         first = item // BLOCKS % SETS * SET
         f = item // (BLOCKS * SETS) % count
         layer = (item // (BLOCKS * SETS) // count).to(tl.int64)
@@ -66,20 +85,24 @@ def _fold_kernel(
         at_next = row_offset(table, j + 1, pages, stride_row_dt_page, stride_row_dt_row, PAGE_ROWS)
 
         live, more = j < history, j + 1 < history
-        d = block * BLOCK_D + tl.arange(0, BLOCK_D)
+        d = corner[0] + r
         in_d = d < DIM
-        in_tile = in_d[:, None] & in_n[None, :]
-        tile = tl.arange(0, BLOCK_D)[:, None] * STATE + n[None, :]
+        in_tile = (corner[0] + tl.arange(0, BLOCK_D) < DIM)[:, None, None]
+        in_tile &= (corner[1] + n < STATE)[None, :, :]
+        columns = corner[1] + tl.arange(0, BLOCK_N)
         group = first // HEADS
         bs = tl.load(
             row_b_ptr + layer * stride_row_b_layer + group * stride_row_b_g + at_b[:, None]
-            + n[None, :],
-            mask=live[:, None] & in_n[None, :], other=0.0,
+            + columns[None, :],
+            mask=live[:, None] & (columns < STATE)[None, :], other=0.0,
         )  # fmt: skip
+        if PERMUTE:
+            bs = bs.reshape(BLOCK_J, CHUNKS, 4, 4, 2).permute(0, 1, 3, 2, 4)
+            bs = bs.reshape(BLOCK_J, BLOCK_N)
         xs_ptr = row_x_ptr + layer * stride_row_x_layer + at_x[:, None] + d[None, :]
         dts_ptr = row_dt_ptr + layer * stride_row_dt_layer
-        old = layer * stride_in_layer + source * stride_in_page + block * (BLOCK_D * STATE)
-        new = layer * stride_out_layer + target * stride_out_page + block * (BLOCK_D * STATE)
+        old = layer * stride_in_layer + source * stride_in_page + corner[0] * STATE + corner[1]
+        new = layer * stride_out_layer + target * stride_out_page + corner[0] * STATE + corner[1]
         for i in tl.range(0, SET, num_stages=STAGES):
             h = first + i
             at = old + h * stride_in_h
@@ -100,6 +123,10 @@ def _fold_kernel(
             reach = tl.cumsum(following, axis=0, reverse=True)  # over (j, h]: shifted, then scanned
             weight = own * tl.exp(rate * reach)
             state = dot_exact(tl.trans(weight[:, None] * xs.to(tl.float32)), bs, INTERPRET)
+            if PERMUTE:
+                state = _from_units(state, WARPS, CHUNKS)
+            else:
+                state = state.reshape(BLOCK_D, CHUNKS, COLUMNS)
             if IN_SPLIT:
                 before = join_planes(high, low)
             else:
@@ -143,6 +170,8 @@ def fold(
     groups = row_b.shape[3]
     # The matrix units take no fewer than 16 of anything.
     block_d = max(16, min(config.rows or 64, triton.next_power_of_2(dim)))
+    block_n = max(16, min(config.columns or 128, triton.next_power_of_2(state)))
+    permute = block_n >= 32 and block_d == 16 * config.num_warps
     _fold_kernel[(programs,)](
         out_plane, out_plane if out_low is None else out_low, plane, plane if low is None else low,
         a, row_x, row_b, row_dt,
@@ -156,10 +185,10 @@ def fold(
         table.stride(0), table.shape[1],
         layers,
         GROUPS=groups, HEADS=heads // groups, DIM=dim, STATE=state,
-        BLOCK_D=block_d, BLOCK_N=max(16, triton.next_power_of_2(state)),
+        BLOCK_D=block_d, BLOCK_N=block_n, CHUNKS=max(1, block_n // 32),
         BLOCK_J=max(16, triton.next_power_of_2(capacity)),
         SET=math.gcd(config.heads or 2, heads // groups), STAGES=config.stages,
         PAGE_ROWS=row_x.shape[2],
-        IN_SPLIT=low is not None, OUT_SPLIT=out_low is not None, INTERPRET=interpreting(),
+        PERMUTE=permute, IN_SPLIT=low is not None, OUT_SPLIT=out_low is not None, INTERPRET=interpreting(),
         num_warps=config.num_warps, num_stages=1, maxnreg=config.registers or None,
     )  # fmt: skip

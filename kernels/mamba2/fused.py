@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ..common.gates import silu, softplus
-from ..common.pdl import wait_for_previous
+from ..common.pdl import launch_dependents, wait_for_previous
 from ..common.rows import row_offset
 from ..common.split import round_to
 from ..launch.config import LaunchConfig
@@ -57,6 +57,7 @@ def _fused_kernel(
     skip = tl.load(d_skip_ptr + h)
     dt_bias = tl.load(dt_bias_ptr + h)
     if PDL:
+        launch_dependents()
         wait_for_previous()  # whatever made the inputs
 
     page = tl.load(page_ptr + b).to(tl.int64)

@@ -35,7 +35,7 @@ _ATTENTION: dict[str, Any] = {
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 4, "moe_intermediate_size": _HIDDEN}
 _MAMBA: dict[str, Any] = {  # as Bamba, Falcon-H1 and GraniteMoeHybrid spell it
     "mamba_n_heads": 8,
-    "mamba_d_state": 64,
+    "mamba_d_state": 32,
     "mamba_n_groups": 2,
     "mamba_chunk_size": 64,
 }
@@ -133,17 +133,17 @@ _BAMBA = DemoModel(
     "bamba",
     "Mamba-2",
     "BambaConfig",
-    _ATTENTION | _MAMBA | {"num_hidden_layers": 4, "attn_layer_indices": [2]},
+    _ATTENTION | _MAMBA | {"num_hidden_layers": 5, "attn_layer_indices": [2]},
 )
 _MAMBA2 = DemoModel(
     "mamba2",
     "Mamba-2",
     "Mamba2Config",
     {
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 5,
         "num_heads": 12,
         "head_dim": 16,
-        "state_size": 64,
+        "state_size": 32,
         "n_groups": 3,
         "chunk_size": 64,
     },
@@ -156,11 +156,12 @@ _FALCON_H1 = DemoModel(
     _ATTENTION
     | _MAMBA
     | {
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 4,
         "mamba_d_ssm": 256,
         "mamba_rms_norm": False,
         "ssm_in_multiplier": 1.25,
         "ssm_multipliers": [1.2, 0.9, 0.8, 1.1, 0.7],
+        "ssm_out_multiplier": 2.0,
         "attention_out_multiplier": 0.75,
     },
 )
@@ -171,8 +172,8 @@ _GRANITEMOEHYBRID = DemoModel(
     _ATTENTION
     | _MAMBA
     | {
-        "layer_types": [_RECURS, _ATTENDS, _RECURS, _RECURS],
-        "num_hidden_layers": 4,
+        "layer_types": [_RECURS, _ATTENDS, _RECURS, _RECURS, _RECURS],
+        "num_hidden_layers": 5,
         "mamba_n_groups": 1,
         "num_local_experts": 4,
         "num_experts_per_tok": 4,

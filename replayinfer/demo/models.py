@@ -45,6 +45,8 @@ def build_model(name: str, seed: int = 0) -> Any:
 @torch.no_grad()
 def scale_weights(model: Any, rng: torch.Generator) -> None:
     """Draw all weights again, so that logits depend on the recurrent states (see above)."""
+    names = [name for name, _ in model.named_parameters()]
+    recurrent = tuple(n.removesuffix("conv1d.weight") for n in names if "conv1d.weight" in n)
     for name, weight in model.named_parameters():
         kind = name.rsplit(".", 1)[-1]
         if "norm" in name:
@@ -57,7 +59,8 @@ def scale_weights(model: Any, rng: torch.Generator) -> None:
         elif kind == "D":  # the skip past the state
             weight.copy_(0.1 * torch.randn(weight.shape, generator=rng))
         else:
-            weight.copy_(_gain(name) * torch.randn(weight.shape, generator=rng))
+            gain = 1.0 if name.startswith(recurrent) and kind != "bias" else _gain(name)
+            weight.copy_(gain * torch.randn(weight.shape, generator=rng))
             if weight.dim() > 1 and "embed" not in name:
                 weight.div_(math.sqrt(weight.shape[-1]))
 
@@ -70,7 +73,10 @@ def _gain(name: str) -> float:
     if name.endswith("bias"):
         return 0.1
     # Attention, MLPs and experts add less than the recurrent layers do.
-    return 0.5 if "o_proj" in name or "down_proj" in name else 1.0
+    return 0.5 if any(end in name for end in _ENDS) else 1.0
+
+
+_ENDS = ("o_proj", "down_proj", "output_linear")
 
 
 def _log_uniform(like: torch.Tensor, low: float, high: float, rng: torch.Generator) -> torch.Tensor:

@@ -31,13 +31,13 @@ def drive(machine: Machine, pick: random.Random) -> None:
         forced = [pick.random() < 0.1 for _ in some]
         return machine.plan(some, windows, forced, pads=pick.choice([0, 0, 2]))
     kind = pick.choice(
-        ["alloc", "fork", "fork", "move", "rollback", "seed", "free", "free", "free", "misuse"]
+        ["alloc", "alloc", "fork", "fork", "move", "rollback", "seed", "free", "free", "misuse"]
     )
     if kind == "alloc":
         return machine.alloc(pick.choice([1, 1, 2]))
     if kind == "misuse":
         return machine.misuse()
-    if not idle:
+    if not idle or (kind == "free" and len(machine.live) < 3):
         return None
     seq = pick.choice(idle)
     if kind == "fork":
@@ -63,7 +63,7 @@ def test_pool_and_model_agree(family, format, policy, restore, rng):
     machine.finish()
     # It did what it is for: it decoded, folded, and ran out now and then.
     counts = machine.counts
-    assert counts["tokens"] > OPERATIONS // 6
-    assert counts["folds"] > OPERATIONS // 50
-    assert counts["refused"] > OPERATIONS // 100
+    assert counts["tokens"] > OPERATIONS // 10
+    assert counts["folds"] > OPERATIONS // 60
+    assert counts["refused"] > OPERATIONS // 200
     print(counts)

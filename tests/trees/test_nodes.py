@@ -29,9 +29,7 @@ def planted(spec, rng, **options):
     options = {"capacity": L, "max_window": T, "sequences": 24} | options
     rig = Rig(spec, rng, **options)
     fed = {seq: draw(spec, n, rng) for seq, n in zip(rig.pool.alloc(4), HISTORIES, strict=True)}
-    for seq, stream in fed.items():
-        if len(stream):
-            rig.decode(seq, stream)
+    rig.step(fed)
     return rig, fed
 
 
