@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from replayinfer import InputError, StatePool
+from replayinfer import InputError, StatePool, UnsupportedError
 
 from .dispatch import install
 from .driver import StateDriver
@@ -24,6 +24,7 @@ class ReplayCache:
     Rows of a batch are sequences of the pool, so beam search forks and frees them instead of
     copying states. Several tokens onto a live cache (a chunked prefill, the next turn of a
     conversation) are served by the model's own chunked function, from the materialised state.
+    Mamba2 calls its cache ``cache_params``; every other model ``past_key_values``.
 
     Attributes
     ----------
@@ -101,6 +102,22 @@ class ReplayCache:
         return super().update_conv_state(conv_states, layer_idx, **kwargs)  # type: ignore[misc]
 
     # Called by generate --------------------------------------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that the attention layers hold.
+
+        Raises
+        ------
+        UnsupportedError
+            Mamba2's ``generate`` was given this cache under a name that it does not use.
+        """
+        binding = self.driver.binding
+        if (name := binding.cache_argument) == "cache_params":
+            raise UnsupportedError(
+                f"past_key_values: got a cache for {binding.family.model_type}; allowed {name}, "
+                f"which is what this model calls its cache; pass {name}=…"
+            )
+        return int(super().get_seq_length(layer_idx))  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row ``i`` continue row ``beam_idx[i]``: rows kept twice fork, others are freed."""

@@ -95,9 +95,9 @@ class ModelBinding:
         flag = self.family.mixes_rows
         if sequences > 1 and flag and any(getattr(m, flag) for m in self.mixers.values()):
             raise UnsupportedError(
-                f"max_sequences: got {sequences} for {self.family.model_type} with {flag}=True; "
-                "allowed 1: transformers lets the rows of a batch mix in that norm when it decodes; "
-                "serve one sequence at a time"
+                f"sequences: got {sequences} for {self.family.model_type} with {flag}=True; "
+                "allowed 1, since transformers mixes the rows of a batch there when it decodes; "
+                "serve one at a time (batch=1, max_sequences=1)"
             )
 
 

@@ -10,6 +10,7 @@ import typer
 
 from replayinfer import InputError
 
+from ..demo.configs import DEFAULT_MODELS, MODELS
 from ..demo.run import DemoOptions
 
 __all__ = ["demo"]
@@ -23,7 +24,7 @@ def demo(
         typer.Argument(help="Text to prompt with; Python's own help topics without any."),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="nemotron_h or qwen3_next; both without it.")
+        str | None, typer.Option(help=f"{', '.join(MODELS)}; the first two without it.")
     ] = None,
     format: Annotated[
         str, typer.Option(help="Checkpoint format: fp32, fp32_split, bf16 or fp16.")
@@ -44,7 +45,6 @@ def demo(
 ) -> int:
     from rich.console import Console
 
-    from ..demo.models import MODELS
     from ..demo.report import live_progress, results_table
     from ..demo.run import run_model
 
@@ -56,7 +56,7 @@ def demo(
     )  # fmt: skip
     results = []
     with live_progress(Console(stderr=True)) as progress_of:
-        for name in [model] if model else MODELS:
+        for name in [model] if model else DEFAULT_MODELS:
             result = run_model(name, options, progress_of(name))
             results.append(result)
             if json:

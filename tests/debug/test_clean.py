@@ -6,7 +6,7 @@ import pytest
 from replayinfer.testing import assert_bitwise_equal
 
 from ..pools.kit import check_books, memory
-from ..transfer.rig import FORMATS, SPECS, Rig, assert_equal_outputs, assert_same, draw
+from ..transfer.rig import CASES, SPECS, Rig, assert_equal_outputs, assert_same
 from ..trees.forest import matrix, path_to, random_tree
 
 
@@ -17,8 +17,7 @@ def both(rigs, action):
         assert_equal_outputs(got, want)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(("spec", "format"), CASES)
 def test_clean_runs_are_unchecked_runs(spec, format, checked_rig, rng, monkeypatch):
     """Steps, folds, forks, trees, prefills, moves, sleep and resize."""
     plain = Rig(spec, rng, format=format, policy="spread")
@@ -26,7 +25,7 @@ def test_clean_runs_are_unchecked_runs(spec, format, checked_rig, rng, monkeypat
     names = {id(rig): rig.pool.alloc(2) for rig in rigs}
 
     def steps(windows, *, accepted=None, **options):
-        drawn = [draw(spec, n, rng) for n in windows]
+        drawn = [rig.draw(n) for n in windows]
         both(rigs, lambda rig: rig.step(
             dict(zip(names[id(rig)], drawn, strict=True)),
             accepted=accepted and dict(zip(names[id(rig)], accepted, strict=True)), **options,
@@ -40,12 +39,12 @@ def test_clean_runs_are_unchecked_runs(spec, format, checked_rig, rng, monkeypat
     steps([1, 1, 1], force_fold=np.array([True, True, False]))
     trees = [random_tree(3, rng), [], random_tree(2, rng)]
     paths = [path_to(trees[0], 2), [], path_to(trees[2], 1)]
-    parts = [draw(spec, len(tree), rng) for tree in trees]
+    parts = [rig.draw(len(tree)) for tree in trees]
     both(rigs, lambda rig: rig.step(
         dict(zip(names[id(rig)], parts, strict=True)), parents=matrix(trees),
         paths=dict(zip(names[id(rig)], paths, strict=True)),
     ))  # fmt: skip
-    pieces = [draw(spec, n, rng) for n in (4, 0, 18)]
+    pieces = [rig.draw(n) for n in (4, 0, 18)]
     both(rigs, lambda rig: rig.prefill(dict(zip(names[id(rig)], pieces, strict=True))))
     steps([2, 1, 3])
     for rig in rigs:

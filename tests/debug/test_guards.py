@@ -1,5 +1,7 @@
 """Writes outside of a pool's pages are found and the pool is named."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from replayinfer import CheckError
 from replayinfer.debug import check_guards
 
 from ..pools.kit import random_int
-from ..transfer.rig import SPECS, draw
+from ..transfer.rig import FAMILIES, SPECS
 
 
 def write_page(guarded, layer, page, rng):
@@ -28,25 +30,24 @@ def guarded_of(rig):
 
 @pytest.mark.parametrize("where", ["fold", "run"])
 @pytest.mark.parametrize("format", ["fp32", "fp32_split"])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("spec", FAMILIES.values(), ids=FAMILIES)
 def test_page_minus_one_and_one_past_the_end(spec, format, where, checked_rig, rng):
     """In each pool, on both sides, in any layer; by the step in which it happens."""
     rig = checked_rig(spec, rng, format=format)
     (seq,) = rig.pool.alloc()
-    rig.step({seq: draw(spec, 2, rng)})
+    rig.step({seq: rig.draw(2)})
     names = set()
     for guarded in guarded_of(rig):
         for page, side in ((-1, "before the first"), (guarded.pages.shape[1], "after the last")):
-            part = draw(spec, 1, rng)
+            part = rig.draw(1)
             rig.wrapper.plan([seq])
             if where == "run":
                 rig.wrapper.fold()
             write_page(guarded, random_int(rng, 0, 1), page, rng)
+            inputs = {k: x[None] for k, x in part.inputs[1].items()}
+            step = rig.wrapper.fold if where == "fold" else partial(rig.wrapper.run, 1, **inputs)
             with pytest.raises(CheckError, match="something wrote into") as error:
-                if where == "fold":
-                    rig.wrapper.fold()
-                else:
-                    rig.wrapper.run(1, **{k: x[None] for k, x in part.inputs[1].items()})
+                step()
             assert str(error.value).endswith(f"wrote into {guarded.name}, {side} page")
             names.add(guarded.name)
             guarded.refill()

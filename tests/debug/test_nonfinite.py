@@ -9,9 +9,9 @@ import torch
 from replayinfer import NonFiniteStateError, ReplayDecodeWrapper
 
 from ..pools.kit import check_books
-from ..transfer.rig import SPECS, Rig, assert_equal_outputs, assert_same, draw
+from ..transfer.rig import CASES, FAMILIES, LAYERS, SPECS, Rig, assert_equal_outputs, assert_same
 
-CASES = [(n, f.name) for n, s in SPECS.items() for f in s.input_fields if not f.optional]
+FIELDS = [(n, f.name) for n, s in FAMILIES.items() for f in s.input_fields if not f.optional]
 
 
 def spoiled(stream, layer, name, token, value):
@@ -21,19 +21,18 @@ def spoiled(stream, layer, name, token, value):
     return dataclasses.replace(stream, inputs=inputs)
 
 
-@pytest.mark.parametrize("layer", [1, 4])
-@pytest.mark.parametrize(("family", "name"), CASES)
-def test_a_nan_input_names_its_sequence(family, name, layer, checked_rig, rng):
+@pytest.mark.parametrize(("family", "name"), FIELDS)
+def test_a_nan_input_names_its_sequence(family, name, checked_rig, rng):
     """Also in a step that folds; then the others go on as if it had never been there."""
-    spec = SPECS[family]
+    spec, layer = SPECS[family], LAYERS[len(name) % 2]
     rig = checked_rig(spec, rng)
     twin = Rig(spec, rng, like=rig)
     seqs, twins = rig.pool.alloc(3), twin.pool.alloc(3)
-    streams = [draw(spec, 11, rng) for _ in seqs]
+    streams = [rig.draw(11) for _ in seqs]
     done, broken = [0, 0, 0], seqs[1]
-    for windows in ([3, 3, 1], [2, 3, 3], [3, 1, 3]):  # the third step folds all of them
+    for step, windows in enumerate(([3, 3, 1], [2, 3, 3], [3, 1, 3])):
         parts = [s[a : a + n] for s, a, n in zip(streams, done, windows, strict=True)]
-        if windows[2:] == [3] and windows[0] == 3:
+        if step == 2:  # which folds all of them first
             bad = spoiled(parts[1], layer, name, 0, torch.nan)
             with pytest.raises(NonFiniteStateError, match=f"output of layer {layer} .*") as error:
                 rig.start(dict(zip(seqs, [parts[0], bad, parts[2]], strict=True)))
@@ -42,14 +41,14 @@ def test_a_nan_input_names_its_sequence(family, name, layer, checked_rig, rng):
             rig.wrapper.abort()
             rig.pool.free(broken)
             check_books(rig.pool)
-        mine = {s: p for s, p in zip(seqs, parts, strict=True) if error_free(rig, s)}
+        mine = {s: p for s, p in zip(seqs, parts, strict=True) if is_live(rig, s)}
         got = rig.step(mine)
         want = twin.step(dict(zip(twins, parts, strict=True)))
         for s in mine:
             assert_equal_outputs(got[s], want[twins[seqs.index(s)]])
         done = [a + n for a, n in zip(done, windows, strict=True)]
     assert broken not in mine
-    rest = draw(spec, 7, rng)
+    rest = rig.draw(7)
     for i in (0, 2):
         assert_same(rig, seqs[i], twin, twins[i])
         assert_equal_outputs(rig.decode(seqs[i], rest), twin.decode(twins[i], rest))
@@ -57,32 +56,31 @@ def test_a_nan_input_names_its_sequence(family, name, layer, checked_rig, rng):
     assert_equal_outputs(rig.decode(fresh, rest), twin.decode(other, rest))
 
 
-def error_free(rig, seq):
+def is_live(rig, seq):
     return seq in rig.pool.cursors.handles(rig.pool.cursors.live)
 
 
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize("spec", FAMILIES.values(), ids=FAMILIES)
 def test_without_checks_it_goes_unnoticed(spec, rng):
     """What the checks are for."""
     rig = Rig(spec, rng)
     a, b = rig.pool.alloc(2)
     name = "x" if spec.family == "mamba2" else "v"
-    bad = spoiled(draw(spec, 2, rng), 1, name, 0, torch.inf)
+    bad = spoiled(rig.draw(2), 1, name, 0, torch.inf)
     with pytest.raises(AssertionError, match="poison"):  # of the rig, not of the library
-        rig.start({a: bad, b: draw(spec, 2, rng)})
+        rig.start({a: bad, b: rig.draw(2)})
     rig.wrapper.run(4, **{k: torch.stack([x, x, x]) for k, x in bad.inputs[4].items()})
     assert rig.wrapper.commit().tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("format", ["fp32", "fp32_split", "bf16", "fp16"])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(("spec", "format"), CASES)
 def test_a_state_that_was_broken_before_is_named_by_its_fold(spec, format, value, checked_rig, rng):
     """Rows that got in while nobody looked, in one layer; all sequences fold, one is named."""
     rig = checked_rig(spec, rng, format=format)
     twin = Rig(spec, rng, like=rig, format=format)
     seqs, twins = rig.pool.alloc(3), twin.pool.alloc(3)
-    parts = [draw(spec, 2, rng) for _ in seqs]
+    parts = [rig.draw(2) for _ in seqs]
     rig.step(dict(zip(seqs, parts, strict=True)))
     twin.step(dict(zip(twins, parts, strict=True)))
     slot = rig.pool.cursors.peek(seqs[2])
@@ -97,7 +95,7 @@ def test_a_state_that_was_broken_before_is_named_by_its_fold(spec, format, value
     rig.pool.free(seqs[2])
     check_books(rig.pool)
     twin.step({t: p[:0] for t, p in zip(twins, parts, strict=True)}, force_fold=np.full(3, True))
-    rest = draw(spec, 7, rng)
+    rest = rig.draw(7)
     for s, t in zip(seqs[:2], twins[:2], strict=True):
         assert_same(rig, s, twin, t)
         assert_equal_outputs(rig.decode(s, rest), twin.decode(t, rest))
@@ -108,8 +106,8 @@ def test_a_state_that_overflows_behind_finite_outputs(checked_rig, rng):
     spec = dataclasses.replace(SPECS["gdn"], conv_width=0, norm="none", beta="given")
     rig = checked_rig(spec, rng)
     a, b = rig.pool.alloc(2)
-    part = draw(spec, 1, rng)
-    huge = draw(spec, 1, rng)
+    part = rig.draw(1)
+    huge = rig.draw(1)
     for named in huge.inputs.values():
         named["q"], named["k"] = (torch.zeros_like(named["q"]) for _ in range(2))
         named["q"][..., 0], named["k"][..., 1] = 1.0, 1e19
@@ -129,7 +127,7 @@ def test_several_are_all_named_and_pads_never(checked_rig, rng):
     spec = SPECS["kda"]
     rig = checked_rig(spec, rng)
     seqs = rig.pool.alloc(4)
-    parts = [draw(spec, n, rng) for n in (2, 0, 1, 3)]
+    parts = [rig.draw(n) for n in (2, 0, 1, 3)]
     for i in (0, 3):
         parts[i] = spoiled(parts[i], 1, "k", len(parts[i]) - 1, torch.nan)
     with pytest.raises(NonFiniteStateError) as error:

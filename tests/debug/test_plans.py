@@ -7,7 +7,7 @@ from replayinfer import CheckError, StaleHandleError
 from replayinfer.debug import check_plan
 
 from ..pools.kit import Unchanged, check_books
-from ..transfer.rig import SPECS, assert_equal_outputs, assert_same, draw
+from ..transfer.rig import SPECS, assert_equal_outputs, assert_same
 
 BOTH = np.array([True, True])
 
@@ -16,7 +16,7 @@ BOTH = np.array([True, True])
 def rig(checked_rig, rng):
     """Three sequences of five rows, and a fourth that shares the first's pages."""
     rig = checked_rig(SPECS["gdn"], rng, sequences=5)
-    stream = draw(rig.spec, 5, rng)
+    stream = rig.draw(5)
     sequences = rig.pool.alloc(3)
     rig.step(dict.fromkeys(sequences, stream[:3]))
     rig.step(dict.fromkeys(sequences, stream[3:]))
@@ -121,7 +121,7 @@ def test_tampered_plans(rig, sequences, fault, message, monkeypatch, rng):
     rig.wrapper._plan.slots[:] = slots[0]  # so that the right ones are let go
     rig.wrapper.abort()
     check_books(rig.pool)
-    stream = draw(rig.spec, 3, rng)
+    stream = rig.draw(3)
     got = rig.step(dict.fromkeys(victims, stream))
     assert_equal_outputs(got[victims[0]], got[victims[1]])
 
@@ -169,7 +169,7 @@ def test_a_sequence_that_was_freed_meanwhile(rig, sequences):
 def test_a_right_plan_passes_with_shared_pages(rig, sequences, rng):
     """Sharers that fold together, in place or into fresh pages, with windows over page ends."""
     twin = sequences[3]
-    part = draw(rig.spec, 3, rng)
-    got = rig.step({s: part for s in (sequences[0], twin, sequences[1])})
+    part = rig.draw(3)
+    got = rig.step(dict.fromkeys((sequences[0], twin, sequences[1]), part))
     assert_equal_outputs(got[twin], got[sequences[0]])
     assert_same(rig, twin, rig, sequences[1])

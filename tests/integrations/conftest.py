@@ -1,4 +1,4 @@
-"""Two small hybrid models, built once, and what their own ``generate`` says."""
+"""Small hybrid models, built once, and what their own ``generate`` says."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from replayinfer import UnsupportedError
-from replayinfer.demo.models import MODELS, build_model
+from replayinfer.demo.configs import DEFAULT_MODELS
+from replayinfer.demo.models import build_model
 from replayinfer.demo.prompts import load_prompts
 from replayinfer.demo.run import quiet_peer
 
@@ -28,13 +29,22 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+class Models(dict):
+    """By name; built when they are first asked for."""
+
+    def __missing__(self, name):
+        self[name] = build_model(name, seed=0)
+        return self[name]
+
+
 @pytest.fixture(scope="session")
 def models():
-    return {name: build_model(name, seed=0) for name in MODELS}
+    return Models()
 
 
-@pytest.fixture(params=list(MODELS))
+@pytest.fixture(params=DEFAULT_MODELS)
 def model(request, models):
+    """One of the two that most tests here run; the others are in `test_architectures`."""
     return models[request.param]
 
 

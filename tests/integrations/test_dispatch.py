@@ -109,7 +109,7 @@ def test_key_heads_arrive_repeated_or_not(rng, repeated):
             return value
 
     handle = StateHandle(Driver(), 0)
-    step = ROUTES["gdn_step"].stand_in
+    step = ROUTES["delta_step"].stand_in
     output, state = step(None, given, given, value, g=gate, beta=gate, initial_state=handle)
     assert output is value
     assert state is handle

@@ -12,7 +12,7 @@ from replayinfer.offload import load_sequence, save_sequence
 from replayinfer.testing import assert_bitwise_equal
 
 from ..pools.kit import Unchanged
-from ..transfer.rig import FORMATS, SPECS, Rig, assert_equal_outputs, assert_same, draw
+from ..transfer.rig import CASES, SPECS, Rig, assert_equal_outputs, assert_same
 
 safetensors = pytest.importorskip("safetensors")
 from safetensors.torch import save_file  # noqa: E402
@@ -28,7 +28,7 @@ def rig(rng):
 @pytest.fixture
 def snap(rig, rng):
     (seq,) = rig.pool.alloc()
-    rig.decode(seq, draw(rig.spec, 10, rng), window=2)
+    rig.decode(seq, rig.draw(10), window=2)
     assert rig.pool.history(seq) == 4
     return rig.pool.export(seq)
 
@@ -41,21 +41,20 @@ def same_snapshot(got, want):
 
 
 @pytest.mark.parametrize("tokens", [0, 5])
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(("spec", "format"), CASES)
 def test_through_a_file(spec, format, tokens, tmp_path, rng):
     dtype = torch.float32 if format == "fp32" else torch.bfloat16
-    rig = Rig(spec, rng, format=format, dtype=dtype)
+    rig = Rig(spec, rng, format=format, dtype=dtype, layers=(4,))
     (seq,) = rig.pool.alloc()
     for _ in range(tokens):
-        rig.step({seq: draw(spec, 1, rng, dtype=dtype)})
+        rig.step({seq: rig.draw(1)})
     snap = rig.pool.export(seq)
     save_sequence(snap, tmp_path / "a.safetensors")
     loaded = load_sequence(str(tmp_path / "a.safetensors"))
     same_snapshot(loaded, snap)
     copy = rig.pool.import_(loaded)
     assert_same(rig, seq, rig, copy)
-    stream = draw(spec, 4, rng, dtype=dtype)
+    stream = rig.draw(4)
     assert_equal_outputs(rig.decode(copy, stream), rig.decode(seq, stream))
 
 

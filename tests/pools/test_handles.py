@@ -173,9 +173,10 @@ def test_generations_wrap_without_touching_other_fields(world):
 def test_a_slot_that_was_cut_off_comes_back_with_later_generations(world):
     """Shrinking forgets the slot, not which handles it gave out."""
     pool = world.pool
-    pool.free(pool.alloc(2))  # slots 3 and 4
-    old = pool.alloc(2)
+    old = [*pool.alloc(2)]  # slots 3 and 4
     pool.free(old)
+    old += pool.alloc(2)
+    pool.free(old[2:])
     pool.resize(max_sequences=4)
     pool.resize(max_sequences=6)
     new = pool.alloc(3)

@@ -8,7 +8,7 @@ from replayinfer.backends.torch import TorchBackend
 from replayinfer.testing import assert_untouched, initial_states, snapshot
 
 from ..pools.kit import Unchanged, books, check_books
-from ..transfer.rig import SPECS, Rig, assert_equal_outputs, assert_same, draw
+from ..transfer.rig import CASES, SPECS, Rig, assert_equal_outputs, assert_same
 
 
 class NothingSeen:
@@ -36,15 +36,14 @@ def sequences_of_every_kind(rig, rng):
     states = dict(zip(rig.layers, initial_states(rig.spec, 2, rng), strict=True))
     tails = {layer: torch.ones(rig.spec.conv_channels, 3) for layer in rig.layers}
     pool.seed(seeded, states, tokens=0, conv=tails)
-    rig.decode(rows, draw(rig.spec, 3, rng))
-    rig.decode(folded, draw(rig.spec, 8, rng), window=2)
+    rig.decode(rows, rig.draw(3))
+    rig.decode(folded, rig.draw(8), window=2)
     (forked,) = pool.fork(rows)
     kinds = (fresh, shared, clone, seeded, rows, folded, forked)
-    return {seq: draw(rig.spec, 3 + i, rng) for i, seq in enumerate(kinds)}
+    return {seq: rig.draw(3 + i) for i, seq in enumerate(kinds)}
 
 
-@pytest.mark.parametrize("format", ["fp32", "fp32_split"])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(("spec", "format"), CASES)
 def test_an_aborted_prefill_was_never_there(spec, format, rng):
     """Before any layer, between layers and after the last; and the next prefill gives the same."""
     rig, twin = (Rig(spec, rng, sequences=7, format=format, restore="any") for _ in range(2))
@@ -69,8 +68,8 @@ def test_a_rerun_of_a_layer_gives_the_same(rng):
     """A layer that ran begins again from the state before the prefill, in place or not."""
     rig = Rig(SPECS["gdn"], rng)
     fresh, rows = rig.pool.alloc(2)
-    rig.decode(rows, draw(rig.spec, 4, rng))
-    parts = {fresh: draw(rig.spec, 5, rng), rows: draw(rig.spec, 18, rng)}
+    rig.decode(rows, rig.draw(4))
+    parts = {fresh: rig.draw(5), rows: rig.draw(18)}
     once = rig.begin(parts)
     rig.prefiller.abort()
     again = rig.begin(parts, layers=[1, 4, 1, 4])
@@ -98,7 +97,7 @@ class FailsAtTheSecondStore(TorchBackend):
 def test_a_layer_that_failed_half_way(rng):
     """It wrote the first of two fresh sequences in place; the abort takes that back too."""
     rig = Rig(SPECS["mamba2"], rng)
-    parts = {seq: draw(rig.spec, 4, rng) for seq in rig.pool.alloc(2)}
+    parts = {seq: rig.draw(4) for seq in rig.pool.alloc(2)}
     rig.prefiller = ReplayPrefillWrapper(rig.pool, backend=FailsAtTheSecondStore())
     with NothingSeen(rig.pool):
         with pytest.raises(RuntimeError, match="device lost"):
@@ -113,7 +112,7 @@ def test_a_layer_that_failed_half_way(rng):
 def test_commit_wants_every_layer(rng):
     rig = Rig(SPECS["kda"], rng)
     (seq,) = rig.pool.alloc()
-    part = draw(rig.spec, 3, rng)
+    part = rig.draw(3)
     with NothingSeen(rig.pool):
         rig.begin({seq: part}, layers=[1])
         with pytest.raises(PlanError, match=r"commit: got no run of layers \[4\]; allowed after"):
@@ -134,12 +133,12 @@ def test_exhaustion_changes_nothing(rng):
     rig = Rig(SPECS["gdn"], rng, checkpoint_pages=4)
     pool = rig.pool
     a, b, c = pool.alloc(3)
-    first = {seq: draw(rig.spec, 2, rng) for seq in (a, b, c)}
+    first = {seq: rig.draw(2) for seq in (a, b, c)}
     rig.prefill(first)
     (d,) = pool.alloc()
-    rig.decode(b, draw(rig.spec, 1, rng))
+    rig.decode(b, rig.draw(1))
     pool.free(a)
-    more = {seq: draw(rig.spec, 2, rng) for seq in (b, c)}
+    more = {seq: rig.draw(2) for seq in (b, c)}
     with (
         Unchanged(pool),
         pytest.raises(CapacityError, match=r"checkpoint pages.*need of 2.*1 \(free"),
@@ -149,7 +148,7 @@ def test_exhaustion_changes_nothing(rng):
     with pytest.raises(PlanError, match="run: got no plan"):
         rig.prefiller.run(1)
     rig.prefill({b: more[b]})
-    rig.prefill({c: more[c][:0], d: draw(rig.spec, 3, rng)})
+    rig.prefill({c: more[c][:0], d: rig.draw(3)})
     assert [pool.tokens(s) for s in (b, c, d)] == [5, 2, 3]
     check_books(pool)
 
@@ -158,8 +157,8 @@ def test_nobody_else_may_touch_its_sequences(rng):
     rig = Rig(SPECS["mamba2"], rng)
     pool = rig.pool
     fresh, rows, free = pool.alloc(3)
-    rig.decode(rows, draw(rig.spec, 2, rng))
-    parts = {fresh: draw(rig.spec, 3, rng), rows: draw(rig.spec, 3, rng)}
+    rig.decode(rows, rig.draw(2))
+    parts = {fresh: rig.draw(3), rows: rig.draw(3)}
     rig.begin(parts)
     second = ReplayPrefillWrapper(pool)
     snap = pool.export(free)

@@ -8,7 +8,7 @@ import torch
 from replayinfer.testing import assert_bitwise_equal, assert_within_budget
 
 from ..pools.kit import check_books, random_int
-from ..transfer.rig import FLOOR, FORMATS, SPECS, Rig, assert_equal_outputs, draw, joined
+from ..transfer.rig import CASES, FLOOR, FORMATS, SPECS, Rig, assert_equal_outputs, joined
 
 LENGTHS = (17, 0, 1, 33, 2, 16)  # around a chunk of the reference, around the convolution
 GATES = ("near_one", "strong", "extreme")
@@ -16,7 +16,7 @@ GATES = ("near_one", "strong", "extreme")
 
 def prompts(rig, lengths, rng, **options):
     sequences = rig.pool.alloc(len(lengths))
-    drawn = [draw(rig.spec, n, rng, **options) for n in lengths]
+    drawn = [rig.draw(n, **options) for n in lengths]
     return dict(zip(sequences, drawn, strict=True))
 
 
@@ -72,7 +72,7 @@ def test_narrow_activations(spec, dtype, rng):
     """Computed in float32 from exact inputs; the default output is rounded once, at the end."""
     rig = Rig(spec, rng, dtype=dtype)
     (seq,) = rig.pool.alloc()
-    stream = draw(spec, 21, rng, dtype=dtype)
+    stream = rig.draw(21)
     exact, plain = (rig.reference(stream, t) for t in (torch.float64, torch.float32))
     rig.prefiller.plan([seq], [0, 21])
     for layer in rig.layers:
@@ -90,8 +90,7 @@ def test_narrow_activations(spec, dtype, rng):
         assert_bitwise_equal(rig.pool.conv_tail(seq)[i].mT, stream.rows[layer][-3:])
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(("spec", "format"), CASES)
 def test_pieces_of_any_size(spec, format, rng):
     """Three prompts in pieces that do not line up, some of them empty or of one token."""
     rig = Rig(spec, rng, format=format)
@@ -117,7 +116,7 @@ def test_bits_do_not_depend_on_who_is_packed_beside(spec, rng):
     """A neighbour full of NaN, an empty one, or none: the same bits."""
     rig = Rig(spec, rng, sequences=4)
     a, b, c, alone = rig.pool.alloc(4)
-    stream, other = draw(spec, 19, rng), draw(spec, 5, rng)
+    stream, other = rig.draw(19), rig.draw(5)
     for inputs in other.inputs.values():
         for x in inputs.values():
             x.fill_(torch.nan)

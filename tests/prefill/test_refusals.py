@@ -17,7 +17,7 @@ from replayinfer import (
 from replayinfer.testing import assert_untouched, poisoned, snapshot
 
 from ..pools.kit import Unchanged, books
-from ..transfer.rig import SPECS, Rig, draw
+from ..transfer.rig import SPECS, Rig
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_unbound_weights(rng):
 
 def test_order(rig, rng):
     (seq,) = rig.pool.alloc()
-    part = draw(rig.spec, 2, rng)
+    part = rig.draw(2)
     calls = {
         "conv": lambda: rig.prefiller.conv(1, part.rows[1]),
         "run": lambda: rig.prefiller.run(1, **part.inputs[1]),
@@ -107,7 +107,7 @@ def test_order(rig, rng):
 def test_bad_inputs(rig, rng):
     """Refused by name, with nothing written; the right ones then run."""
     a, b = rig.pool.alloc(2)
-    good = draw(rig.spec, 5, rng)
+    good = rig.draw(5)
     inputs, rows = good.inputs[1], good.rows[1]
     rig.prefiller.plan([a, b], [0, 2, 5])
     out = torch.zeros(5, 4, 3)

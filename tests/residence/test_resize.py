@@ -8,7 +8,7 @@ from replayinfer import CapacityError, InputError, PlanError, StaleHandleError, 
 from replayinfer.pools.conv import ConvPool
 
 from ..pools.kit import Unchanged, books, check_books, poison_pool
-from ..transfer.rig import FORMATS, SPECS, Rig, assert_equal_outputs, assert_same, draw
+from ..transfer.rig import CASES, SPECS, Rig, assert_equal_outputs, assert_same
 
 BIG = {"max_sequences": 9, "checkpoint_pages": 20, "input_pages": 50}
 
@@ -18,7 +18,7 @@ def scattered(spec, rng, **options):
     options = {"sequences": 5, "checkpoint_pages": 10, "input_pages": 30} | options
     rig = Rig(spec, rng, **options)
     twin = Rig(spec, rng, like=rig, **options)
-    before = draw(spec, 9, rng)
+    before = rig.draw(9)
     pairs = []
     for r in (rig, twin):
         fill = r.pool.checkpoint_ids.take(6), r.pool.input_ids.take(21)
@@ -39,7 +39,7 @@ def scattered(spec, rng, **options):
 
 
 def go_on(rig, twin, here, there, rng):
-    stream = draw(rig.spec, 7, rng, dtype=rig.pool.dtype)
+    stream = rig.draw(7)
     for a, b in zip(here, there, strict=True):
         assert_same(rig, a, twin, b)
     for t in (0, 2, 4):
@@ -73,8 +73,7 @@ def check_bytes(pool):
         assert ids.count == count == ids.used + ids.free
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(("spec", "format"), CASES)
 def test_shrink_to_what_is_held_and_grow_again(spec, format, rng):
     """All pages but the held ones go, so every far page moves, the shared ones for both sharers."""
     rig, twin, here, there = scattered(spec, rng, format=format)
@@ -124,7 +123,7 @@ def test_pages_that_came_hold_nothing_that_is_read(rng):
     """New sequences start at zero in memory that was someone's before the resize."""
     rig = Rig(SPECS["mamba2"], rng, sequences=2)
     (seq,) = rig.pool.alloc()
-    rig.decode(seq, draw(rig.spec, 5, rng))
+    rig.decode(seq, rig.draw(5))
     rig.pool.free(seq)
     poison_pool(rig.pool)
     rig.pool.resize(**BIG)
@@ -132,7 +131,7 @@ def test_pages_that_came_hold_nothing_that_is_read(rng):
     rig.pool.resize(max_sequences=1, checkpoint_pages=1, input_pages=3)
     poison_pool(rig.pool)
     (seq,) = rig.pool.alloc()
-    stream = draw(rig.spec, 8, rng)
+    stream = rig.draw(8)
     outputs = rig.decode(seq, stream, window=2)
     decoded = {seq: torch.ones(8, dtype=torch.bool)}
     rig.check({seq: stream}, {seq: outputs}, decoded=decoded)
@@ -172,7 +171,7 @@ def test_more_slots_than_a_handle_can_name(rng):
 
 def test_busy_or_asleep(rng):
     rig, _, (a, *_), _ = scattered(SPECS["mamba2"], rng)
-    rig.start({a: draw(rig.spec, 1, rng)})
+    rig.start({a: rig.draw(1)})
     with Unchanged(rig.pool), pytest.raises(PlanError, match="resize: got a pool with a plan in"):
         rig.pool.resize(**BIG)
     rig.wrapper.abort()

@@ -1,20 +1,19 @@
 """Pools that give their device memory back, and take it again with every bit or with none."""
 
 import pytest
-import torch
 
 from replayinfer import PlanError, ReplayDecodeWrapper, ReplayPrefillWrapper, materialize
 from replayinfer.testing import assert_bitwise_equal, snapshot
 
 from ..pools.kit import Unchanged, check_books, memory
-from ..transfer.rig import FORMATS, SPECS, Rig, assert_equal_outputs, assert_same, draw
+from ..transfer.rig import CASES, SPECS, Rig, assert_equal_outputs, assert_same
 
 
 def twins(spec, rng, **options):
     """Two pools with the same two sequences, one of them forked; and their handles."""
     rig = Rig(spec, rng, **options)
     twin = Rig(spec, rng, like=rig, **options)
-    before = draw(spec, 9, rng)
+    before = rig.draw(9)
     handles = []
     for r in (rig, twin):
         a, b = r.pool.alloc(2)
@@ -28,8 +27,7 @@ def held_bytes(pool):
     return sum(guarded.whole.untyped_storage().nbytes() for guarded in pool.guarded())
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(("spec", "format"), CASES)
 def test_kept_states_are_back_with_every_bit(spec, format, rng):
     rig, twin, here, there = twins(spec, rng, format=format)
     before = snapshot(memory(rig.pool))
@@ -42,7 +40,7 @@ def test_kept_states_are_back_with_every_bit(spec, format, rng):
         assert held_bytes(rig.pool) == size
     for name, tensor in memory(rig.pool).items():
         assert_bitwise_equal(tensor, before[name], name)
-    stream = draw(spec, 7, rng)
+    stream = rig.draw(7)
     for a, b in zip(here, there, strict=True):
         assert_same(rig, a, twin, b)
         assert_equal_outputs(rig.decode(a, stream, window=3), twin.decode(b, stream, window=3))
@@ -59,7 +57,7 @@ def test_a_wrapper_made_before_goes_on_and_so_does_the_pool(rng):
             r.pool.rollback(handles[1], 1)
             r.pool.free(handles[2])
         here, there = ([a, b, *r.pool.fork(b)] for r, (a, b, _) in ((rig, here), (twin, there)))
-        stream = draw(rig.spec, 5, rng)
+        stream = rig.draw(5)
         parts = [dict.fromkeys(seqs[1:], stream) for seqs in (here, there)]
         got, want = rig.prefill(parts[0]), twin.prefill(parts[1])
         got |= rig.step({here[0]: stream[:3]})
@@ -83,7 +81,7 @@ def test_dropped_states_leave_an_empty_pool(format, rng):
     for handle in here:
         with pytest.raises(RuntimeError, match="was freed"):
             rig.pool.tokens(handle)
-    stream = draw(rig.spec, 9, rng)  # weights stayed
+    stream = rig.draw(9)  # weights stayed
     (a,), (b,) = rig.pool.alloc(), twin.pool.alloc()
     assert_equal_outputs(rig.decode(a, stream, window=2), twin.decode(b, stream, window=2))
 
@@ -127,7 +125,7 @@ def test_everything_is_refused_meanwhile(rng):
 
 def test_not_while_a_plan_holds_a_sequence(rng):
     rig, _, (a, *_), _ = twins(SPECS["gdn"], rng)
-    part = draw(rig.spec, 2, rng)
+    part = rig.draw(2)
 
     def refused():
         with Unchanged(rig.pool):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 import torch
 
 from replayinfer import (
@@ -41,7 +42,23 @@ SPECS = {
     "kda": KDASpec(heads=4, dim=3, state=5, key_heads=2),
     "kda-bounded": KDASpec(heads=4, dim=3, state=5, key_heads=2, gate="bounded"),
 }
+FAMILIES = {name: SPECS[name] for name in ("mamba2", "gdn", "kda")}
 FORMATS = ("fp32", "fp32_split", "bf16", "fp16")
+# For tests that need not see every pair: the lossless formats with each family, since a fold of
+# fp32_split solves where one of fp32 does not, and the rounded ones.
+CASES = [
+    pytest.param(SPECS[family], format, id=f"{family}-{format}")
+    for family, format in (
+        ("mamba2", "fp32"),
+        ("gdn", "fp32"),
+        ("kda-bounded", "fp32"),
+        ("mamba2", "fp32_split"),
+        ("gdn", "fp32_split"),
+        ("kda", "fp32_split"),
+        ("gdn", "bf16"),
+        ("mamba2", "fp16"),
+    )
+]
 LAYERS = (1, 4)
 # What the smallest tensors are granted: four roundings of float32.
 FLOOR = 2.0**-21
@@ -106,7 +123,7 @@ class Rig:
 
     def __init__(self, spec, rng, *, like=None, sequences=4, layers=LAYERS, gates="realistic",
                  policy="full", **options) -> None:  # fmt: skip
-        self.spec, self.layers = spec, layers
+        self.spec, self.rng, self.layers = spec, rng, layers
         options = {"capacity": 6, "max_window": 3, "page_rows": 2} | options
         pages = -(-options["capacity"] // options["page_rows"])
         options = {
@@ -124,6 +141,12 @@ class Rig:
             self.pool.bind(layer, **weights)
         self.wrapper = ReplayDecodeWrapper(self.pool, backend="torch", policy=policy)
         self.prefiller = ReplayPrefillWrapper(self.pool)
+
+    def draw(self, tokens: int, *, gates="realistic") -> Stream:
+        """Fresh tokens for the pool's layers, in its type."""
+        return draw(
+            self.spec, tokens, self.rng, dtype=self.pool.dtype, gates=gates, layers=self.layers
+        )
 
     # Steps --------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 from replayinfer import GDNSpec, InputError, KDASpec, Mamba2Spec, SequenceSnapshot, StatePool
 
 from ..pools.kit import Unchanged
-from .rig import SPECS, Rig, draw
+from .rig import SPECS, Rig
 
 SIZES = {"capacity": 6, "max_window": 3, "page_rows": 2}
 # One other value for every field of every spec that leaves the others as they are.
@@ -113,7 +113,7 @@ def rows(rng):
     """A pool and the snapshot of a sequence with two rows in it."""
     rig = Rig(SPECS["gdn"], rng)
     (seq,) = rig.pool.alloc()
-    rig.decode(seq, draw(rig.spec, 8, rng), window=3)
+    rig.decode(seq, rig.draw(8), window=3)
     assert rig.pool.history(seq) == 2
     return rig.pool, rig.pool.export(seq)
 

@@ -14,7 +14,7 @@ from replayinfer.testing import (
 
 from ..backends.world import poison_dead
 from ..pools.kit import check_books, memory
-from ..transfer.rig import FLOOR, SPECS, Rig, assert_same, draw, join, joined
+from ..transfer.rig import CASES, FLOOR, SPECS, Rig, assert_same, join, joined
 from .forest import matrix, path_to, random_tree
 from .test_nodes import L, T
 
@@ -55,17 +55,16 @@ def compare(rig, seq, twin, *, rows, state):
 
 
 @pytest.mark.parametrize(("history", "page_rows"), [(0, 4), (3, 2), (8, 1)])  # 8 folds first
-@pytest.mark.parametrize("format", ["fp32", "fp32_split"])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(("spec", "format"), CASES)
 def test_every_path_of_a_tree(spec, format, history, page_rows, rng):
     """One fork for every node as the end of the accepted path, and one that accepts nothing."""
     rig = Rig(spec, rng, sequences=2 * N + 3, capacity=L, max_window=T, page_rows=page_rows,
               format=format, input_pages=200)  # fmt: skip
     (root,) = rig.pool.alloc()
-    before = draw(spec, history, rng)
+    before = rig.draw(history)
     if history:
         rig.decode(root, before)
-    part, parents = draw(spec, N, rng), random_tree(N, rng)
+    part, parents = rig.draw(N), random_tree(N, rng)
     paths = [path_to(parents, node) for node in range(-1, N)]
     trees, chains = (rig.pool.fork(root, N + 1) for _ in range(2))
     fold = np.full(N + 1, history + N > L)
@@ -89,7 +88,7 @@ def test_every_path_of_a_tree(spec, format, history, page_rows, rng):
                 rig.pool.rollback(s, 1)
             compare(rig, seq, twin, **same)
     # And decoding goes on, through another fold, where the float64 recurrence does.
-    after = draw(spec, 6, rng)
+    after = rig.draw(6)
     got, want = (decode_together(rig, seqs, after) for seqs in (trees, chains))
     values = {"got": [], "chain": [], "exact": [], "plain": []}
     for i, (seq, twin, path) in enumerate(zip(trees, chains, paths, strict=True)):
@@ -126,7 +125,7 @@ def test_trees_chains_and_empty_windows_in_turn(restore, rng):
             trees = [list(range(-1, len(p) - 1)) for p in trees]
         ends = [int(torch.randint(-1, len(p), (), generator=rng)) for p in trees]
         paths = [path_to(p, end) for p, end in zip(trees, ends, strict=True)]
-        parts = [draw(spec, len(p), rng) for p in trees]
+        parts = [rig.draw(len(p)) for p in trees]
         fold = np.array([rig.pool.history(s) + len(p) > L for s, p in zip(a, trees, strict=True)])
         rig.step(dict(zip(a, parts, strict=True)), parents=matrix(trees),
                  paths=dict(zip(a, paths, strict=True)))  # fmt: skip

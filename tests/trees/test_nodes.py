@@ -7,16 +7,7 @@ import torch
 from replayinfer.testing import assert_bitwise_equal, assert_within_budget
 
 from ..pools.kit import memory
-from ..transfer.rig import (
-    FLOOR,
-    FORMATS,
-    SPECS,
-    Rig,
-    assert_equal_outputs,
-    assert_same,
-    draw,
-    join,
-)
+from ..transfer.rig import CASES, FLOOR, SPECS, Rig, assert_equal_outputs, assert_same, join
 from .forest import leaves, matrix, path_to, random_tree
 
 L, T = 9, 7
@@ -28,17 +19,16 @@ def planted(spec, rng, **options):
     """Sequences with rows, and what they were fed."""
     options = {"capacity": L, "max_window": T, "sequences": 24} | options
     rig = Rig(spec, rng, **options)
-    fed = {seq: draw(spec, n, rng) for seq, n in zip(rig.pool.alloc(4), HISTORIES, strict=True)}
+    fed = {seq: rig.draw(n) for seq, n in zip(rig.pool.alloc(4), HISTORIES, strict=True)}
     rig.step(fed)
     return rig, fed
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(("spec", "format"), CASES)
 def test_every_node_is_the_end_of_its_chain(spec, format, rng):
     rig, fed = planted(spec, rng, format=format)
     trees = {seq: random_tree(n, rng) for seq, n in zip(fed, SIZES, strict=True)}
-    parts = {seq: draw(spec, n, rng) for seq, n in zip(fed, SIZES, strict=True)}
+    parts = {seq: rig.draw(n) for seq, n in zip(fed, SIZES, strict=True)}
     # First the chains, on forks that fold where the trees do.
     chains, folds = {}, []
     for seq, parents in trees.items():
@@ -68,15 +58,14 @@ def test_every_node_is_the_end_of_its_chain(spec, format, rng):
     assert_within_budget(got, exact=chained.double(), floor=FLOOR, name="y against the chains")
 
 
-@pytest.mark.parametrize("format", ["fp32", "fp32_split"])
-@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(("spec", "format"), CASES)
 def test_a_tree_without_branches_is_a_chain(spec, format, rng):
     """Bit for bit, in outputs, rows and rings, whatever part is accepted."""
     state = rng.get_state()
     rig, fed = planted(spec, rng, format=format)
     rng.set_state(state)
     twin, others = planted(spec, rng, format=format)
-    parts = [draw(spec, n, rng) for n in SIZES]
+    parts = [rig.draw(n) for n in SIZES]
     trees = [list(range(-1, n - 1)) for n in SIZES]
     accepted = [3, 0, 5, 1]
     a = dict(zip(fed, parts, strict=True))
@@ -96,7 +85,7 @@ def test_bits_do_not_depend_on_the_other_trees(spec, rng):
     """A tree beside full, short and empty windows, or alone in a wider one."""
     rig, fed = planted(spec, rng)
     trees = [random_tree(n, rng) for n in (5, 0, 2, 7)]
-    parts = {seq: draw(spec, len(p), rng) for seq, p in zip(fed, trees, strict=True)}
+    parts = {seq: rig.draw(len(p)) for seq, p in zip(fed, trees, strict=True)}
     crowd = rig.start(parts, parents=matrix(trees), pads=3)
     rig.wrapper.abort()
     for seq, parents in zip(fed, trees, strict=True):
@@ -115,7 +104,7 @@ def test_convolution_walks_up_the_tree(width, rng):
     rig, fed = planted(spec, rng)
     parents = [-1, 0, 0, 1, 2, 4, 5]
     for seq, stream in fed.items():
-        part = draw(spec, 7, rng)
+        part = rig.draw(7)
         out = rig.start({seq: part}, parents=[parents])[seq]
         rig.wrapper.abort()
         for node in range(7):

@@ -8,7 +8,7 @@ from replayinfer import InputError
 from replayinfer.planner.trees import ancestors, check_parents
 
 from ..pools.kit import Unchanged, check_books
-from ..transfer.rig import SPECS, Rig, assert_equal_outputs, assert_same, draw
+from ..transfer.rig import SPECS, Rig, assert_equal_outputs, assert_same
 from .forest import matrix, path_to, random_tree
 
 GOOD = [[-1, 0, 0], [-1, 0, 7]]  # windows of 3 and 2
@@ -18,7 +18,7 @@ GOOD = [[-1, 0, 0], [-1, 0, 7]]  # windows of 3 and 2
 def rig(rng):
     rig = Rig(SPECS["gdn"], rng, sequences=8)
     for seq in rig.pool.alloc(2):
-        rig.decode(seq, draw(rig.spec, 2, rng))
+        rig.decode(seq, rig.draw(2))
     return rig
 
 
@@ -81,7 +81,7 @@ BAD_PATHS = {
 
 @pytest.mark.parametrize("paths", BAD_PATHS.values(), ids=BAD_PATHS)
 def test_bad_paths(rig, sequences, paths, rng):
-    parts = {s: draw(rig.spec, n, rng) for s, n in zip(sequences, (3, 2), strict=True)}
+    parts = {s: rig.draw(n) for s, n in zip(sequences, (3, 2), strict=True)}
     rig.start(parts, parents=GOOD)
     with Unchanged(rig.pool), pytest.raises(InputError, match=r"paths: got .*; allowed"):
         rig.wrapper.commit(paths=paths)
@@ -91,7 +91,7 @@ def test_bad_paths(rig, sequences, paths, rng):
 
 
 def test_counts_for_trees_and_paths_for_chains(rig, sequences, rng):
-    parts = {s: draw(rig.spec, 3, rng) for s in sequences}
+    parts = {s: rig.draw(3) for s in sequences}
     rig.start(parts, parents=[[-1, 0, 0]] * 2)
     with Unchanged(rig.pool):
         for call in (
@@ -117,10 +117,10 @@ def test_an_aborted_tree_leaves_no_trace(spec, history, rng):
     rig = Rig(spec, rng)
     twin = Rig(spec, rng, like=rig)
     (a,), (b,) = rig.pool.alloc(), twin.pool.alloc()
-    before, after = draw(spec, history, rng), draw(spec, 7, rng)
+    before, after = rig.draw(history), rig.draw(7)
     for r, seq in ((rig, a), (twin, b)):
         r.decode(seq, before)
-    rig.start({a: draw(spec, 3, rng)}, parents=matrix([random_tree(3, rng)]))
+    rig.start({a: rig.draw(3)}, parents=matrix([random_tree(3, rng)]))
     rig.wrapper.abort()
     if history == 4:
         twin.step({b: after[:0]}, force_fold=np.array([True]))
