@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from replayinfer import InputError, StatePool, UnsupportedError
+from replayinfer import InputError, StatePool
 
 from .dispatch import install
 from .driver import StateDriver
@@ -103,22 +103,6 @@ class ReplayCache:
 
     # Called by generate --------------------------------------------------------------------------
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that the attention layers hold.
-
-        Raises
-        ------
-        UnsupportedError
-            Mamba2's ``generate`` was given this cache under a name that it does not use.
-        """
-        binding = self.driver.binding
-        if (name := binding.cache_argument) == "cache_params":
-            raise UnsupportedError(
-                f"past_key_values: got a cache for {binding.family.model_type}; allowed {name}, "
-                f"which is what this model calls its cache; pass {name}=…"
-            )
-        return int(super().get_seq_length(layer_idx))  # type: ignore[misc]
-
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Let row ``i`` continue row ``beam_idx[i]``: rows kept twice fork, others are freed."""
         super().reorder_cache(beam_idx)  # type: ignore[misc]
@@ -176,7 +160,5 @@ def with_state_layers(kind: type, binding: ModelBinding, driver: StateDriver) ->
     hybrid = with_peer_base(ReplayHybridLayer, "LinearAttentionAndFullAttentionLayer")
     for index in binding.layers:
         attends = isinstance(layers[index], CacheLayerMixin)
-        layers[index] = (
-            hybrid(driver, index, DynamicLayer()) if attends else state(driver, index)
-        )
+        layers[index] = hybrid(driver, index, DynamicLayer()) if attends else state(driver, index)
     return with_peer_base(kind, "Cache")(driver, layers)

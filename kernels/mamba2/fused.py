@@ -57,7 +57,6 @@ def _fused_kernel(
     skip = tl.load(d_skip_ptr + h)
     dt_bias = tl.load(dt_bias_ptr + h)
     if PDL:
-        launch_dependents()
         wait_for_previous()  # whatever made the inputs
 
     page = tl.load(page_ptr + b).to(tl.int64)
@@ -92,6 +91,8 @@ def _fused_kernel(
     own = tl.load(row_dt_ptr + at_dt + h, mask=live, other=0.0)
     following = tl.load(row_dt_ptr + at_next + h, mask=more, other=0.0)
     here = tl.load(table_ptr + history // PAGE_ROWS).to(tl.int64)
+    if PDL:
+        launch_dependents()
     tl.debug_barrier()  # keeps the loads above the arithmetic, so that all are in flight
 
     if SOFTPLUS:

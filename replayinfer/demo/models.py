@@ -21,6 +21,7 @@ from .configs import MODELS
 
 __all__ = ["build_model", "scale_weights"]
 
+
 def build_model(name: str, seed: int = 0) -> Any:
     """A seeded float32 model, in evaluation mode; the global random state is left as it was.
 

@@ -14,8 +14,9 @@ __all__ = ["InputPool"]
 class InputPool:
     """Row pages of every layer: each field is ``[layers, pages, page_rows, *shape]``.
 
-    Row ``i`` of a sequence lives in page ``table[i // page_rows]`` at offset ``i % page_rows``.
-    Pages come back with whatever they held: a reader masks at the load.
+    That is how they are indexed; in memory a head's rows of a page lie one after the other. Row
+    ``i`` of a sequence lives in page ``table[i // page_rows]`` at offset ``i % page_rows``. Pages
+    come back with whatever they held: a reader masks at the load.
     """
 
     def __init__(
@@ -29,16 +30,18 @@ class InputPool:
         device: torch.device,
     ) -> None:
         self.page_rows = page_rows
-        self.guarded = [
-            GuardedPages(
-                f"input pages ({f.name})", (layers, pages, page_rows, *f.shape), f.dtype, device
+        self.guarded: list[GuardedPages] = []
+        self.fields: dict[str, torch.Tensor] = {}
+        for field in spec.row_fields(dtype, fmt):
+            heads, *vector = field.shape
+            # A readout reads all rows of one head: where a head has a vector, its rows lie
+            # together.
+            shape = (heads, page_rows, *vector) if vector else (page_rows, heads)
+            guarded = GuardedPages(
+                f"input pages ({field.name})", (layers, pages, *shape), field.dtype, device
             )
-            for f in spec.row_fields(dtype, fmt)
-        ]
-        names = [f.name for f in spec.row_fields(dtype, fmt)]
-        self.fields: dict[str, torch.Tensor] = {
-            name: guarded.pages for name, guarded in zip(names, self.guarded, strict=True)
-        }
+            self.guarded.append(guarded)
+            self.fields[field.name] = guarded.pages.transpose(2, 3) if vector else guarded.pages
 
     @property
     def nbytes(self) -> int:

@@ -25,7 +25,7 @@ def test_clean_runs_are_unchecked_runs(spec, format, checked_rig, rng, monkeypat
     names = {id(rig): rig.pool.alloc(2) for rig in rigs}
 
     def steps(windows, *, accepted=None, **options):
-        drawn = [rig.draw(n) for n in windows]
+        drawn = [plain.draw(n) for n in windows]
         both(rigs, lambda rig: rig.step(
             dict(zip(names[id(rig)], drawn, strict=True)),
             accepted=accepted and dict(zip(names[id(rig)], accepted, strict=True)), **options,
@@ -39,12 +39,12 @@ def test_clean_runs_are_unchecked_runs(spec, format, checked_rig, rng, monkeypat
     steps([1, 1, 1], force_fold=np.array([True, True, False]))
     trees = [random_tree(3, rng), [], random_tree(2, rng)]
     paths = [path_to(trees[0], 2), [], path_to(trees[2], 1)]
-    parts = [rig.draw(len(tree)) for tree in trees]
+    parts = [plain.draw(len(tree)) for tree in trees]
     both(rigs, lambda rig: rig.step(
         dict(zip(names[id(rig)], parts, strict=True)), parents=matrix(trees),
         paths=dict(zip(names[id(rig)], paths, strict=True)),
     ))  # fmt: skip
-    pieces = [rig.draw(n) for n in (4, 0, 18)]
+    pieces = [plain.draw(n) for n in (4, 0, 18)]
     both(rigs, lambda rig: rig.prefill(dict(zip(names[id(rig)], pieces, strict=True))))
     steps([2, 1, 3])
     for rig in rigs:

@@ -115,13 +115,6 @@ def test_a_latent_is_cached_and_not_what_it_expands_to(models, prompts):
     assert rotary.shape == (1, length, config.qk_rope_head_dim)
 
 
-def test_a_cache_under_a_name_that_mamba2_does_not_use_is_refused(models, prompts):
-    model = models["mamba2"]
-    cache = ReplayCache.from_model(model)
-    with pytest.raises(UnsupportedError, match="got a cache for mamba2; allowed cache_params"):
-        generate(model, prompts[:1], tokens=2, past_key_values=cache)
-
-
 def test_a_multimodal_model_is_served_as_its_text_model(prompts):
     from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
@@ -143,39 +136,40 @@ def test_a_multimodal_model_is_served_as_its_text_model(prompts):
     assert chosen == own_tokens(model, text[0], 6)
 
 
-class TestRowsThatMix:
-    """Falcon-H1 with ``mamba_rms_norm`` squeezes its only token away before it gates."""
+@pytest.fixture(scope="module")
+def mixing(quiet):
+    """Falcon-H1 with ``mamba_rms_norm``, which squeezes its only token away before it gates."""
+    with pytest.MonkeyPatch.context() as patch:
+        entry = MODELS["falcon_h1"]
+        values = {**entry.values, "mamba_rms_norm": True}
+        patch.setitem(MODELS, "falcon_h1", dataclasses.replace(entry, values=values))
+        return build_model("falcon_h1")
 
-    @pytest.fixture(scope="class")
-    def mixing(self, quiet):
-        with pytest.MonkeyPatch.context() as patch:
-            entry = MODELS["falcon_h1"]
-            values = {**entry.values, "mamba_rms_norm": True}
-            patch.setitem(MODELS, "falcon_h1", dataclasses.replace(entry, values=values))
-            return build_model("falcon_h1")
 
-    def test_the_peer_does_mix_them(self, mixing, prompts):
-        """Once it does not, the refusal can go."""
-        texts = [p[:24] for p in prompts[:2]]
-        together = generate(mixing, texts, tokens=6).logits[-1][1]
-        alone = generate(mixing, texts[1:], tokens=6).logits[-1][0]
-        assert float((together - alone).abs().max()) > 0.1
+def test_the_peer_mixes_rows_of_a_batch(mixing, prompts):
+    """Once it does not, the refusal can go."""
+    texts = [p[:24] for p in prompts[:2]]
+    together = generate(mixing, texts, tokens=6).logits[-1][1]
+    alone = generate(mixing, texts[1:], tokens=6).logits[-1][0]
+    assert float((together - alone).abs().max()) > 0.1
 
-    def test_several_are_refused(self, mixing, prompts):
-        assert unsupported_reason(mixing) is None
-        message = "sequences: got 2 for falcon_h1 with mamba_rms_norm=True; allowed 1"
-        with pytest.raises(UnsupportedError, match=message):
-            ReplayEngine(mixing, max_sequences=2)
-        with pytest.raises(UnsupportedError, match=message):
-            ReplayCache.from_model(mixing, batch=2)
-        cache = ReplayCache.from_model(mixing)
-        with pytest.raises(UnsupportedError, match=message):
-            replayed(mixing, prompts[:2], cache, tokens=2)
-        assert not any(cache.pool.pages_in_use().values())
 
-    def test_one_is_served(self, mixing, prompts):
-        own = generate(mixing, prompts[:1], tokens=12)
-        assert_same(replayed(mixing, prompts[:1], tokens=12), own)
+def test_rows_that_would_mix_are_refused(mixing, prompts):
+    assert unsupported_reason(mixing) is None
+    message = "sequences: got 2 for falcon_h1 with mamba_rms_norm=True; allowed 1"
+    with pytest.raises(UnsupportedError, match=message):
+        ReplayEngine(mixing, max_sequences=2)
+    with pytest.raises(UnsupportedError, match=message):
+        ReplayCache.from_model(mixing, batch=2)
+    cache = ReplayCache.from_model(mixing)
+    with pytest.raises(UnsupportedError, match=message):
+        replayed(mixing, prompts[:2], cache, tokens=2)
+    assert not any(cache.pool.pages_in_use().values())
+
+
+def test_one_row_cannot_mix_and_is_served(mixing, prompts):
+    own = generate(mixing, prompts[:1], tokens=12)
+    assert_same(replayed(mixing, prompts[:1], tokens=12), own)
 
 
 def test_a_gate_below_where_the_peers_softplus_ends(models, prompts):
