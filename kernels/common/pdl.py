@@ -10,7 +10,11 @@ __all__ = ["launch_dependents", "wait_for_previous"]
 
 @triton.jit
 def launch_dependents():
-    """Let the next kernel, if it was launched with ``launch_pdl=True``, start its prologue."""
+    """Let the next kernel, if it was launched with ``launch_pdl=True``, start its prologue.
+
+    Called after `wait_for_previous`, so that a kernel which has started may rely on everything but
+    the one kernel right before it.
+    """
     gdc_launch_dependents()
 
 

@@ -5,15 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["encode", "join_planes", "load_pairs", "round_to", "split_planes", "store_pairs", "unpack_pairs"]
+__all__ = [
+    "encode",
+    "join_planes",
+    "load_pairs",
+    "round_to",
+    "split_planes",
+    "store_pairs",
+    "unpack_pairs",
+]
 
 
 @triton.jit
 def split_planes(x):
     """float32 to (high, low) int16 patterns, for results of arithmetic: their NaN is a quiet one.
 
-    Its pattern may be all ones, which rounding would turn into a zero; so the patterns of either sign
-    are capped at the plain quiet NaN, which costs two instructions where a test costs four.
+    Its pattern may be all ones, which rounding would turn into a zero; so the patterns of either
+    sign are capped at the plain quiet NaN: two instructions, where a test costs four.
     """
     bits = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FC00000)
     bits = tl.minimum(bits.to(tl.uint32, bitcast=True), tl.full([], 0xFFC00000, tl.uint32))
@@ -34,7 +42,7 @@ def join_planes(high, low):
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):
     """Round float32 to nearest, ties to even. By bits for bf16, where the interpreter truncates."""
-    if DTYPE == tl.bfloat16:
+    if tl.bfloat16 == DTYPE:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x != x, (bits >> 16) | 0x40, rounded)
@@ -46,16 +54,15 @@ def round_to(x, DTYPE: tl.constexpr):
 @triton.jit
 def encode(x, DTYPE: tl.constexpr):
     """Round a float32 state to a single-plane storage type; fp16 saturates finite values."""
-    if DTYPE == tl.float16:
+    if tl.float16 == DTYPE:
         finite = tl.abs(x) < float("inf")
         x = tl.where(finite, tl.minimum(tl.maximum(x, -65504.0), 65504.0), x)
     return round_to(x, DTYPE)
 
 
-
 @triton.jit
 def unpack_pairs(word):
-    """Two neighbouring bf16 in an int32, the first in the low half, as float32: one shift, one mask."""
+    """Two neighbouring bf16 in an int32, the first in the low half, as float32: a shift, a mask."""
     first = (word << 16).to(tl.float32, bitcast=True)
     second = (word & -65536).to(tl.float32, bitcast=True)
     return first, second

@@ -4,8 +4,8 @@
 
     y_t = activation(bias + sum_i weight_i x_{t - width + 1 + i})
 
-Token ``t`` of the window lies at ring place ``(place + t) % ring``; the rows before it come from the
-ring or from the window itself. Writes ``y [batch, window, channels]`` and the window's rows.
+Token ``t`` of the window lies at ring place ``(place + t) % ring``; the rows before it come from
+the ring or from the window itself. Writes ``y [batch, window, channels]`` and the window's rows.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
 
     S = exp(A d(0,h)) S0 + sum_j (dt_j exp(A d(j,h)) x_j) B_j^T
 
-A persistent grid walks (layer, fold, set of heads); the length of the fold list is read on the device,
-so the launch is the same in every step and fits into a CUDA graph. The heads of a set share one look-up
-of pages and one tile of ``B``. Source and target page may be the same: a program reads its tile before
-it writes it.
+A persistent grid walks (layer, fold, set of heads, part of a head); the length of the fold list is
+read on the device, so the launch is the same in every step and fits into a CUDA graph. The heads of
+a set share one look-up of pages and one tile of ``B``. Source and target page may be the same: a
+program reads its tile before it writes it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _fold_kernel(
     SETS: tl.constexpr = GROUPS * HEADS // SET
     WARPS: tl.constexpr = BLOCK_D // 16
     COLUMNS: tl.constexpr = BLOCK_N // CHUNKS
-    j = tl.arange(0, BLOCK_J)
+    j = BLOCK_J - 1 - tl.arange(0, BLOCK_J)  # from the end: sums over later rows scan forwards
     r = tl.arange(0, BLOCK_D)
     n = tl.arange(0, CHUNKS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tile = r[:, None, None] * STATE + n[None, :, :]
@@ -111,16 +111,14 @@ def _fold_kernel(
                 low = tl.load(in_low_ptr + at + tile, mask=in_tile, other=0)
             else:
                 high = tl.load(in_ptr + at + tile, mask=in_tile, other=0.0)
-            xs = tl.load(
-                xs_ptr + h * stride_row_x_h, mask=live[:, None] & in_d[None, :], other=0.0
-            )
+            xs = tl.load(xs_ptr + h * stride_row_x_h, mask=live[:, None] & in_d[None, :], other=0.0)
             own = tl.load(dts_ptr + at_dt + h, mask=live, other=0.0)
             following = tl.load(dts_ptr + at_next + h, mask=more, other=0.0)
             rate = tl.load(a_ptr + layer * stride_a_layer + h)
             if STAGES == 1:
                 tl.debug_barrier()  # keeps the loads above the arithmetic: all are in flight
 
-            reach = tl.cumsum(following, axis=0, reverse=True)  # over (j, h]: shifted, then scanned
+            reach = tl.cumsum(following, axis=0)  # over (j, h]: shifted, then scanned
             weight = own * tl.exp(rate * reach)
             state = dot_exact(tl.trans(weight[:, None] * xs.to(tl.float32)), bs, INTERPRET)
             if PERMUTE:
@@ -163,8 +161,8 @@ def fold(
 ) -> None:
     """Launch over ``[layers, pages, heads, dim, state]`` planes; see the module.
 
-    Two-plane sides pass both planes as int16, with equal strides; a head's ``dim * state`` values are
-    contiguous in a plane.
+    Two-plane sides pass both planes as int16, with equal strides; a head's ``dim * state`` values
+    are contiguous in a plane.
     """
     layers, _, heads, dim, state = plane.shape
     groups = row_b.shape[3]
@@ -188,7 +186,7 @@ def fold(
         BLOCK_D=block_d, BLOCK_N=block_n, CHUNKS=max(1, block_n // 32),
         BLOCK_J=max(16, triton.next_power_of_2(capacity)),
         SET=math.gcd(config.heads or 2, heads // groups), STAGES=config.stages,
-        PAGE_ROWS=row_x.shape[2],
-        PERMUTE=permute, IN_SPLIT=low is not None, OUT_SPLIT=out_low is not None, INTERPRET=interpreting(),
+        PAGE_ROWS=row_x.shape[2], PERMUTE=permute,
+        IN_SPLIT=low is not None, OUT_SPLIT=out_low is not None, INTERPRET=interpreting(),
         num_warps=config.num_warps, num_stages=1, maxnreg=config.registers or None,
     )  # fmt: skip

@@ -8,8 +8,8 @@ with ``d(j, t)`` the sum of ``dt`` over the rows ``(j, t]``; optionally ``y *= s
 checkpoint plane ``[pages, heads, dim, state]`` and the rows; writes ``y [batch, heads, dim]`` and
 the token's row.
 
-Latency is what counts here: a program is a block of one head's state rows, works out that head's row
-weights by itself, and waits for memory twice: for the plan and the inputs, then for all the rest.
+Latency is what counts here: a program is a block of one head's state rows, works out that head's
+row weights by itself, and waits for memory twice: for plan and inputs, then for all the rest.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def _fused_kernel(
     b = (pid // BLOCKS // (GROUPS * HEADS)).to(tl.int64)
     group = h // HEADS
     d = block * BLOCK_R + tl.arange(0, BLOCK_R)
-    n, j = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_J)
+    n = tl.arange(0, BLOCK_N)
+    j = BLOCK_J - 1 - tl.arange(0, BLOCK_J)  # from the end: sums over later rows scan forwards
     in_d, in_n = d < DIM, n < STATE
     rate = tl.load(a_ptr + h)
     skip = tl.load(d_skip_ptr + h)
@@ -98,14 +99,15 @@ def _fused_kernel(
     if SOFTPLUS:
         dt = softplus(dt)
     dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
-    # Sums over (j, t]: the rows' dt shifted by one, this token's in the last place, scanned from the
-    # end. Never a difference of prefix sums.
+    # Sums over (j, t]: the rows' dt shifted by one, this token's in the last place, scanned from
+    # the end. Never a difference of prefix sums.
     following = tl.where(j + 1 == history, dt, following)
-    reach = tl.cumsum(following, axis=0, reverse=True)
+    reach = tl.cumsum(following, axis=0)
     c = c.to(tl.float32)
     seen = tl.sum(rows_b.to(tl.float32) * c[None, :], axis=1)
     weight = own * tl.exp(rate * reach) * seen
-    y = tl.exp(rate * (tl.sum(own, axis=0) + dt)) * tl.sum(state.to(tl.float32) * c[None, :], axis=1)
+    decay = tl.exp(rate * (tl.sum(own, axis=0) + dt))
+    y = decay * tl.sum(state.to(tl.float32) * c[None, :], axis=1)
     y += tl.sum(weight[:, None] * rows_x.to(tl.float32), axis=0)
     y += (dt * tl.sum(new_b.to(tl.float32) * c, axis=0) + skip) * new_x.to(tl.float32)
     if HAS_Z:

@@ -5,8 +5,8 @@
     weight_j = dt_j exp(A d(j,t)) (B_j . C)      decay = exp(A d(0,t))      own = dt (B . C) + D
 
 with ``d(j, t)`` the sum of ``dt`` over the rows ``(j, t]``. Reads the ``B`` and ``dt`` rows; writes
-``weight [batch, heads, rows]`` (zeros for dead rows) and ``scale [batch, heads, 2]`` (decay, own) for
-the readout, and the token's ``B`` and ``dt`` row. A program is one group of one sequence.
+``weight [batch, heads, rows]`` (zeros for dead rows) and ``scale [batch, heads, 2]`` (decay, own)
+for the readout, and the token's ``B`` and ``dt`` row. A program is one group of one sequence.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _prepass_kernel(
     group = pid % GROUPS
     b = (pid // GROUPS).to(tl.int64)
     h = group * HEADS + tl.arange(0, BLOCK_H)
-    j = tl.arange(0, BLOCK_J)
+    j = BLOCK_J - 1 - tl.arange(0, BLOCK_J)  # from the end: sums over later rows scan forwards
     # Pairs of channels in chunks of 64 bytes, as in the readout: two shuffles to a sum.
     n = tl.arange(0, CHUNKS)[:, None] * 16 + tl.arange(0, 16)[None, :]
     in_h, in_n = tl.arange(0, BLOCK_H) < HEADS, n < STATE // 2
@@ -50,8 +50,8 @@ def _prepass_kernel(
     skip = tl.load(d_skip_ptr + h, mask=in_h, other=0.0)
     dt_bias = tl.load(dt_bias_ptr + h, mask=in_h, other=0.0)
     if PDL:
-        launch_dependents()
-        wait_for_previous()  # whatever made the inputs
+        wait_for_previous()  # whatever made the inputs, or folded
+        launch_dependents()  # only now: the readout reads those before it waits for this kernel
 
     tokens = tl.load(window_ptr + b)
     history = tl.load(history_ptr + b)
@@ -81,10 +81,10 @@ def _prepass_kernel(
     if SOFTPLUS:
         dt = softplus(dt)
     dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
-    # Sums over (j, t]: the rows' dt shifted by one, this token's in the last place, scanned from the
-    # end. Never a difference of prefix sums.
+    # Sums over (j, t]: the rows' dt shifted by one, this token's in the last place, scanned from
+    # the end. Never a difference of prefix sums.
     following = tl.where((j + 1 == history)[:, None], dt[None, :], following)
-    reach = tl.cumsum(following, axis=0, reverse=True)
+    reach = tl.cumsum(following, axis=0)
     seen = tl.sum(rows_b * c[None, :, :], axis=1) + tl.sum(rows_b_odd * c_odd[None, :, :], axis=1)
     seen = tl.sum(seen, axis=1)
     weight = own * tl.exp(rate[None, :] * reach) * seen[:, None]
@@ -135,7 +135,8 @@ def prepass(
         table.stride(0), table.shape[1], dt_limit[0], dt_limit[1],
         GROUPS=groups, HEADS=heads, STATE=state,
         # 16 at least: Triton does not compile a scan of fewer values than threads.
-        BLOCK_H=max(16, triton.next_power_of_2(heads)), CHUNKS=triton.next_power_of_2(triton.cdiv(state, 32)),
+        BLOCK_H=max(16, triton.next_power_of_2(heads)),
+        CHUNKS=triton.next_power_of_2(triton.cdiv(state, 32)),
         BLOCK_J=weight.shape[2],
         PAGE_ROWS=row_b.shape[1], SOFTPLUS=dt_softplus, PDL=pdl,
         num_warps=config.num_warps, maxnreg=config.registers or None, launch_pdl=pdl,

@@ -8,10 +8,10 @@ Reads the checkpoint plane ``[pages, heads, dim, state]``, the ``x`` rows, and o
 ``weight [batch, heads, rows]`` and ``scale [batch, heads, 2]`` (decay, own); writes
 ``y [batch, heads, dim]`` and the token's ``x`` row.
 
-It is bound by bytes as long as enough loads are in flight and the instructions stay few, about 20 to
-a 128-bit load. So a program is a block of one head's rows and does everything once: first all loads,
-then all arithmetic. The state is read in chunks of 128 bytes a row: whole cache lines, which L2 takes
-as one request each, and three shuffles to a row's sum. The steps inside a tile are constants.
+It is bound by bytes as long as enough loads are in flight and the instructions stay few, about 20
+to a 128-bit load. So a program is a block of one head's rows and does everything once: first all
+loads, then all arithmetic. The state is read in chunks of 128 bytes a row: whole cache lines, which
+L2 takes as one request each, and three shuffles to a row's sum. The steps in a tile are constants.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _readout_kernel(
         tl.store(y_ptr, tl.zeros([BLOCK_D], y_ptr.dtype.element_ty), mask=in_d)
         return
 
-    # A row of the state is [CHUNKS, BLOCK_N]: its chunks lie in one thread, its columns in neighbours.
+    # A row of the state is [CHUNKS, BLOCK_N]: chunks lie in one thread, columns in neighbours.
     WIDTH: tl.constexpr = STATE // 2 if PAIRS else STATE
     n = tl.arange(0, CHUNKS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     in_n = n < WIDTH
@@ -69,11 +69,13 @@ def _readout_kernel(
     at = tl.arange(0, BLOCK_D)[:, None, None] * WIDTH + n[None, :, :]
     plane_ptr += page * stride_plane_page + h * stride_plane_h + block * (BLOCK_D * STATE)
     c_ptr += b * stride_c_b + h // HEADS * stride_c_g
+    # Read once, so first to leave L2: rows and what the prepass wrote are worth more there.
     if PAIRS:
-        state = tl.load(plane_ptr.to(tl.pointer_type(tl.int32)) + at, mask=in_tile, other=0)
+        plane_ptr = plane_ptr.to(tl.pointer_type(tl.int32))
+        state = tl.load(plane_ptr + at, mask=in_tile, other=0, eviction_policy="evict_first")
         c, c_odd = load_pairs(c_ptr, n, in_n)
     else:
-        state = tl.load(plane_ptr + at, mask=in_tile, other=0.0)
+        state = tl.load(plane_ptr + at, mask=in_tile, other=0.0, eviction_policy="evict_first")
         c = tl.load(c_ptr + n, mask=in_n, other=0.0).to(tl.float32)
     live = j < history
     row_x_ptr += h * stride_row_x_h
@@ -84,8 +86,8 @@ def _readout_kernel(
     here = row_offset(table_ptr, history, pages, stride_row_x_page, stride_row_x_row, PAGE_ROWS)
     # Either of these keeps the loads above the arithmetic: mixed, too few would be in flight.
     if PDL:
-        launch_dependents()
         wait_for_previous()  # the prepass; all that was read so far is older
+        launch_dependents()
     else:
         tl.debug_barrier()
     at_weight = b * (GROUPS * HEADS) + h

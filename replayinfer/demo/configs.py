@@ -140,7 +140,7 @@ _MAMBA2 = DemoModel(
     "Mamba-2",
     "Mamba2Config",
     {
-        "num_hidden_layers": 5,
+        "num_hidden_layers": 4,
         "num_heads": 12,
         "head_dim": 16,
         "state_size": 32,
@@ -172,9 +172,10 @@ _GRANITEMOEHYBRID = DemoModel(
     _ATTENTION
     | _MAMBA
     | {
-        "layer_types": [_RECURS, _ATTENDS, _RECURS, _RECURS, _RECURS],
-        "num_hidden_layers": 5,
+        "layer_types": [_RECURS, _ATTENDS, _RECURS, _RECURS],
+        "num_hidden_layers": 4,
         "mamba_n_groups": 1,
+        "mamba_d_state": 64,
         "num_local_experts": 4,
         "num_experts_per_tok": 4,
         "intermediate_size": _HIDDEN,

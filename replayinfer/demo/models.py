@@ -60,13 +60,13 @@ def scale_weights(model: Any, rng: torch.Generator) -> None:
         elif kind == "D":  # the skip past the state
             weight.copy_(0.1 * torch.randn(weight.shape, generator=rng))
         else:
-            gain = 1.0 if name.startswith(recurrent) and kind != "bias" else _gain(name)
+            gain = _gain(name, name.startswith(recurrent))
             weight.copy_(gain * torch.randn(weight.shape, generator=rng))
             if weight.dim() > 1 and "embed" not in name:
                 weight.div_(math.sqrt(weight.shape[-1]))
 
 
-def _gain(name: str) -> float:
+def _gain(name: str, recurrent: bool) -> float:
     if name.endswith("lm_head.weight"):
         return 2.0  # so that the distribution over tokens is neither flat nor one-hot
     if "embed" in name:
@@ -74,10 +74,8 @@ def _gain(name: str) -> float:
     if name.endswith("bias"):
         return 0.1
     # Attention, MLPs and experts add less than the recurrent layers do.
-    return 0.5 if any(end in name for end in _ENDS) else 1.0
-
-
-_ENDS = ("o_proj", "down_proj", "output_linear")
+    last = any(end in name for end in ("o_proj", "down_proj", "output_linear"))
+    return 0.5 if last and not recurrent else 1.0
 
 
 def _log_uniform(like: torch.Tensor, low: float, high: float, rng: torch.Generator) -> torch.Tensor:

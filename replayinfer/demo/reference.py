@@ -17,7 +17,8 @@ FP32_BOUND = 2e-4
 """Largest logit difference between two float32 programs; 3e-5 was the most in 16,000 tokens."""
 
 # Largest logit difference for a relative state error of 1, in models whose logits have a standard
-# deviation of 2. Measured: 43 at most over both models, six seeds and capacities 1 to 16.
+# deviation of 2. Measured: 43 at most over the two default models, six seeds and capacities 1 to
+# 16; 36 over the others and four seeds.
 _GAIN = 80.0
 # Tokens over which the roundings of a state add up before its decay has forgotten them.
 _MEMORY = 32

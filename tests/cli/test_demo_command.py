@@ -10,6 +10,7 @@ import pytest
 
 from replayinfer import UnsupportedError
 from replayinfer.cli.app import COMMANDS, run
+from replayinfer.demo.configs import MODELS
 
 pytest.importorskip("typer")
 
@@ -45,6 +46,16 @@ def test_json_prints_an_object_a_model_and_nothing_else(capsys):
     assert "qwen3_next: replay" in err  # progress goes elsewhere
 
 
+def test_another_model_by_name(capsys):
+    assert (
+        run(["demo", "--model", "kimi_linear", "--prompts", "2", "--tokens", "16", "--json"]) == 0
+    )
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert line["model"] == "kimi_linear"
+    assert line["tokens_equal"] + line["ties"] == line["tokens"] == 2 * 16 + 12
+    assert line["pages_leaked"] == 0
+
+
 def test_a_table_for_people(capsys):
     arguments = ["demo", "--model", "qwen3_next", "--prompts", "1", "--tokens", "3"]
     assert run([*arguments, "--format", "bf16", "--capacity", "2", "--policy", "spread"]) == 0
@@ -70,7 +81,7 @@ def test_files_as_arguments(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nothing"], "command: got 'nothing'; allowed demo"),
+        (["nothing"], "command: got 'nothing'; allowed "),
         (["--nothing"], "command: got '--nothing'"),
         (["demo", "--nothing"], "No such option"),
         (["demo", "--tokens"], "requires an argument"),
@@ -131,6 +142,7 @@ def test_a_commands_help(capsys):
     out = capsys.readouterr().out
     names = ("model", "format", "capacity", "prompts", "tokens", "backend", "json")
     assert all(f"--{name}" in out for name in names)
+    assert all(name in " ".join(out.split()) for name in MODELS)
 
 
 def test_ctrl_c_is_no_traceback(monkeypatch, capsys):

@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from replayinfer import InputError, StatePool, UnsupportedError
+from replayinfer.demo.configs import DEFAULT_MODELS, MODELS
 from replayinfer.demo.reference import FP32_BOUND, logit_bound
 from replayinfer.demo.run import DemoOptions, run_model
 from replayinfer.formats import FORMATS
 from replayinfer.integrations.transformers import ReplayEngine
 
 SMALL = {"prompts": 3, "tokens": 18, "capacity": 5}
-NAMES = ["nemotron_h", "qwen3_next"]
+NAMES = DEFAULT_MODELS
+OTHERS = [name for name in MODELS if name not in NAMES]
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +43,17 @@ def test_fp32_gives_every_token(name):
     for phase in ("generate", "replay"):
         done = [report for report in phases if report[0] == phase]
         assert done[-1][1] == done[-1][2]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_model_gives_its_own_tokens(name):
+    result = run(name)
+    assert result.ok
+    assert (result.model, result.check) == (name, "tokens")
+    assert result.tokens == 3 * 18 + (18 - 18 // 4)
+    assert result.tokens_equal + result.ties == result.tokens
+    assert (result.forks, result.preemptions, result.pages_leaked) == (1, 1, 0)
+    assert result.folds >= 3 * 3
 
 
 @pytest.mark.parametrize("format", [f for f in FORMATS if f != "fp32"])

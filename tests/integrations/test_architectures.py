@@ -25,9 +25,9 @@ OTHERS = [name for name in MODELS if name not in DEFAULT_MODELS]
 SHAPES = {  # heads, dim, state, groups or key heads; recurrent layers
     "kimi_linear": (KDASpec, 4, 32, 32, 4, [0, 1, 3]),
     "bamba": (Mamba2Spec, 8, 24, 32, 2, [0, 1, 3, 4]),
-    "mamba2": (Mamba2Spec, 12, 16, 32, 3, [0, 1, 2, 3, 4]),
+    "mamba2": (Mamba2Spec, 12, 16, 32, 3, [0, 1, 2, 3]),
     "falcon_h1": (Mamba2Spec, 8, 32, 32, 2, [0, 1, 2, 3]),
-    "granitemoehybrid": (Mamba2Spec, 8, 24, 32, 1, [0, 2, 3, 4]),
+    "granitemoehybrid": (Mamba2Spec, 8, 24, 64, 1, [0, 2, 3]),
     "zamba2": (Mamba2Spec, 8, 24, 64, 2, [0, 1, 2, 3, 4]),
     "qwen3_5": (GDNSpec, 4, 32, 64, 2, [0, 1, 2]),
     "qwen3_5_moe": (GDNSpec, 4, 32, 64, 2, [0, 1, 2]),

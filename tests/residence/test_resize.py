@@ -15,7 +15,7 @@ BIG = {"max_sequences": 9, "checkpoint_pages": 20, "input_pages": 50}
 
 def scattered(spec, rng, **options):
     """Sequences whose pages lie at the far end, one of them a fork that shares; and their twins."""
-    options = {"sequences": 5, "checkpoint_pages": 10, "input_pages": 30} | options
+    options = {"sequences": 5, "checkpoint_pages": 10, "input_pages": 30, "layers": (4,)} | options
     rig = Rig(spec, rng, **options)
     twin = Rig(spec, rng, like=rig, **options)
     before = rig.draw(9)
@@ -105,7 +105,7 @@ def test_shrink_to_what_is_held_and_grow_again(spec, format, rng):
 
 @pytest.mark.parametrize("restore", ["window", "any"])
 def test_every_size_alone(restore, rng):
-    rig, twin, here, there = scattered(SPECS["gdn"], rng, restore=restore)
+    rig, twin, here, there = scattered(SPECS["gdn"], rng, restore=restore, layers=(1, 4))
     for change in (
         {"max_sequences": 7}, {"checkpoint_pages": 5}, {"input_pages": 12}, {},
         {"max_sequences": 4}, {"checkpoint_pages": 11}, {"input_pages": 31},

@@ -62,7 +62,6 @@ class TritonBackend:
         self, pool: StatePool, plan: Plan, layer: int, x: torch.Tensor, out: torch.Tensor
     ) -> None:
         from replayinfer.kernels.conv.update import conv_update
-        from replayinfer.kernels.launch.lookup import lookup
 
         arrays, weights = plan.arrays, pool.weights
         conv_update(
@@ -70,7 +69,7 @@ class TritonBackend:
             weights["conv_weight"][layer], weights["conv_bias"][layer],
             arrays.slot, arrays.conv_place, arrays.window,
             activation=pool.spec.conv_activation,
-            config=lookup("conv", pool.spec, pool.format.name, plan.bucket, pool.device),
+            config=self._config(pool, "conv", plan.bucket),
         )  # fmt: skip
 
     def readout(
@@ -81,7 +80,6 @@ class TritonBackend:
         inputs: Mapping[str, torch.Tensor],
         out: torch.Tensor,
     ) -> None:
-        from replayinfer.kernels.launch.lookup import lookup
         from replayinfer.kernels.mamba2.fused import fused
         from replayinfer.kernels.mamba2.prepass import prepass
         from replayinfer.kernels.mamba2.readout import readout
@@ -96,10 +94,7 @@ class TritonBackend:
         gate = {"dt_limit": spec.dt_limit, "dt_softplus": spec.dt_softplus}
         pdl = _has_pdl(pool.device)
 
-        def config(op: str) -> Any:
-            return lookup(op, spec, pool.format.name, plan.bucket, pool.device)
-
-        if (whole := config("fused")) is not None:
+        if (whole := self._config(pool, "fused", plan.bucket)) is not None:
             fused(
                 y, plane, x, dt, b, c, z, a, d_skip, dt_bias, row_x, row_b, row_dt,
                 arrays.page, arrays.history, arrays.window, arrays.table,
@@ -110,13 +105,16 @@ class TritonBackend:
         prepass(
             weight, scale, dt, b, c, a, d_skip, dt_bias, row_b, row_dt,
             arrays.history, arrays.window, arrays.table,
-            **gate, pdl=pdl, config=config("prepass"),
+            **gate, pdl=pdl, config=self._config(pool, "prepass", plan.bucket),
         )  # fmt: skip
         readout(
             y, plane, weight, scale, x, c, z, row_x,
             arrays.page, arrays.history, arrays.window, arrays.table,
-            pdl=pdl, config=config("readout"),
+            pdl=pdl, config=self._config(pool, "readout", plan.bucket),
         )  # fmt: skip
+
+    def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
+        """Nothing moves: the one node of a one-token window lies where a chain's row does."""
 
     def materialize(
         self, pool: StatePool, layer: int, page: int, table: list[int], rows: int
@@ -130,6 +128,11 @@ class TritonBackend:
             ints([rows]), ints([table]), ints([1]), 1,
         )  # fmt: skip
         return out[0, 0]
+
+    def _config(self, pool: StatePool, op: str, bucket: int) -> Any:
+        from replayinfer.kernels.launch import lookup as launch
+
+        return launch.lookup(op, pool.spec, pool.format.name, bucket, pool.device)
 
     def _workspace(self, pool: StatePool, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What a prepass hands to its readout; one per bucket, at an address that never moves."""
@@ -156,7 +159,6 @@ class TritonBackend:
         number: torch.Tensor,
         bucket: int,
     ) -> None:
-        from replayinfer.kernels.launch.lookup import lookup
         from replayinfer.kernels.mamba2.fold import fold
 
         ckpt, rows = pool.checkpoints, pool.inputs.fields
@@ -165,7 +167,7 @@ class TritonBackend:
             plane, low = plane.view(torch.int16), low[layers]
         if out_low is not None:
             out = out.view(torch.int16)
-        config = lookup("fold", pool.spec, pool.format.name, bucket, pool.device)
+        config = self._config(pool, "fold", bucket)
         fold(
             out, out_low, plane, low, pool.weights["A"][layers],
             rows["x"][layers], rows["B"][layers], rows["dt"][layers],
