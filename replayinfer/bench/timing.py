@@ -35,7 +35,7 @@ def interleaved(
     """
     times: dict[str, list[float]] = {name: [] for name in arms}
     for turn in range(rounds):
-        order = list(arms) if turn % 2 == 0 else list(reversed(arms))
+        order = list(arms)[:: 1 if turn % 2 == 0 else -1]
         for name in order:
             for _ in range(warm):
                 arms[name].replay()
