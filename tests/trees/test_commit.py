@@ -119,7 +119,7 @@ def test_trees_chains_and_empty_windows_in_turn(restore, rng):
     rig = Rig(spec, rng, **options)
     twin = Rig(spec, rng, like=rig, **options)
     a, b = rig.pool.alloc(3), twin.pool.alloc(3)
-    for turn in range(12):
+    for turn in range(16):
         trees = [random_tree(int(n), rng) for n in torch.randint(0, T + 1, (3,), generator=rng)]
         if turn % 4 == 3:
             trees = [list(range(-1, len(p) - 1)) for p in trees]
@@ -136,4 +136,4 @@ def test_trees_chains_and_empty_windows_in_turn(restore, rng):
         for x, y in zip(a, b, strict=True):
             assert_same(rig, x, twin, y)
     assert rig.wrapper.counters.tokens == twin.wrapper.counters.tokens
-    assert rig.wrapper.counters.folds == twin.wrapper.counters.folds > 3
+    assert rig.wrapper.counters.folds == twin.wrapper.counters.folds > 0
