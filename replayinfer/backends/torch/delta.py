@@ -135,10 +135,9 @@ def _attend(
         return read + weighted_sum(_scores(past_k, x, reach), past["u"])
 
     b = tokens["beta"]
-    overlap = _scores(k, k, pair) * allowed[..., None]
-    u = _substitute(b[..., None] * (tokens["v"] - before_window(k)), b, overlap)
-    reads = _scores(k, q, pair) * allowed[..., None]
-    return before_window(q) + weighted_sum(reads, u), u
+    rhs = b[..., None] * (tokens["v"] - before_window(k))
+    u = _substitute(rhs, b, _scores(k, k, pair), allowed)
+    return before_window(q) + weighted_sum(_scores(k, q, pair), u, allowed), u
 
 
 def _absorb(state: torch.Tensor, k: torch.Tensor, g: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -156,12 +155,22 @@ def _solve(
     return _substitute(b[..., None] * (v - seen), b, _scores(k, k, pair))
 
 
-def _substitute(rhs: torch.Tensor, b: torch.Tensor, overlap: torch.Tensor) -> torch.Tensor:
-    """Solve ``u_t + b_t sum_{s < t} overlap_ts u_s = rhs_t`` from the first row down."""
+def _substitute(
+    rhs: torch.Tensor,
+    b: torch.Tensor,
+    overlap: torch.Tensor,
+    allowed: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Solve ``u_t + b_t sum_{s < t} overlap_ts u_s = rhs_t`` from the first row down.
+
+    The sum is over the `allowed` ``[n, t, s]`` of them, by default all.
+    """
     u = torch.zeros_like(rhs)
     for t in range(rhs.shape[1]):
-        known = (overlap[:, t, :t, :, None] * u[:, :t]).sum(1)
-        u[:, t] = rhs[:, t] - b[:, t, :, None] * known
+        terms = overlap[:, t, :t, :, None] * u[:, :t]
+        if allowed is not None:
+            terms = torch.where(allowed[:, t, :t, None, None], terms, 0.0)
+        u[:, t] = rhs[:, t] - b[:, t, :, None] * terms.sum(1)
     return u
 
 

@@ -99,8 +99,8 @@ def _attend(
     rate = pool.weights["A"][layer]
     x, b, c, dt = (tokens[name] for name in ("x", "B", "C", "dt"))
     pair, since = pairwise_sums(dt, allowed)  # inside the window, and from its start
-    inside = torch.exp(rate * pair) * dt[:, None] * allowed[..., None]
-    y = weighted_sum(inside * _scores(spec, b, c), x)
+    inside = torch.exp(rate * pair) * dt[:, None]
+    y = weighted_sum(inside * _scores(spec, b, c), x, allowed)
     whole = since
     if past is not None:
         after, total = suffix_sums(past["dt"])  # to the end of the history

@@ -85,9 +85,18 @@ def apply_state(state: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return torch.stack([(state * x_t[:, :, None]).sum(-1) for x_t in x.unbind(1)], dim=1)
 
 
-def weighted_sum(weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``sum_j w_tj x_j``: ``[n, t, h, d]`` from ``[n, t, j, h]`` and ``[n, j, h, d]``."""
-    return (weights[..., None] * rows[:, None]).sum(2)
+def weighted_sum(
+    weights: torch.Tensor, rows: torch.Tensor, allowed: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``sum_j w_tj x_j``: ``[n, t, h, d]`` from ``[n, t, j, h]`` and ``[n, j, h, d]``.
+
+    Terms that are not `allowed` ``[n, t, j]`` are replaced, never multiplied away: a draft whose
+    inputs are not finite must not reach the tokens before it.
+    """
+    terms = weights[..., None] * rows[:, None]
+    if allowed is not None:
+        terms = torch.where(allowed[..., None, None], terms, 0.0)
+    return terms.sum(2)
 
 
 def outer_sum(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
