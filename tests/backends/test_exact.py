@@ -60,10 +60,10 @@ def test_split_folds_are_fp32_folds(case, rng):
 
 
 @pytest.mark.parametrize("case", vary(BASES, format=["fp32", "fp32_split", "bf16"]), ids=str)
-@pytest.mark.parametrize("sizes", [(8, 16), (32, 64)], ids=str)
-def test_bits_do_not_depend_on_who_shares_the_batch(case, sizes, rng):
+@pytest.mark.parametrize(("dim", "state", "page_rows"), [(8, 16, 4), (32, 64, 8)])
+def test_bits_do_not_depend_on_who_shares_the_batch(case, dim, state, page_rows, rng):
     """Policy `full`: alone, or among neighbours with any windows and in any bucket."""
-    case = case.but(dim=sizes[0], state=sizes[1], batch=5, max_window=4, tokens=20)
+    case = case.but(dim=dim, state=state, page_rows=page_rows, batch=5, max_window=4, tokens=20)
     crowd, alone = twins(case, rng)
     while (crowd.done < case.tokens).any():
         left = case.tokens - crowd.done
