@@ -52,6 +52,7 @@ def test_bad_parents(rig, sequences, parents):
     for good in (GOOD, np.array(GOOD, dtype=np.int8), torch.tensor(GOOD)):
         rig.wrapper.plan(sequences, [3, 2], parents=good)
         rig.wrapper.abort()
+        check_books(rig.pool)
 
 
 def test_the_message_says_which_node(rig, sequences):
