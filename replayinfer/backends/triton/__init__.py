@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,8 @@ from numpy.typing import NDArray
 
 from ...planner import Plan
 from ...pools import StatePool
+from . import mamba2
+from .workspace import Workspaces, config, single_fold
 
 __all__ = ["TritonBackend"]
 
@@ -29,7 +30,7 @@ class TritonBackend:
     name = "triton"
 
     def __init__(self) -> None:
-        self._workspaces: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._workspaces = Workspaces()
 
     def supports(self, pool: StatePool) -> str | None:
         if importlib.util.find_spec("triton") is None:
@@ -51,12 +52,8 @@ class TritonBackend:
         return None
 
     def fold(self, pool: StatePool, plan: Plan) -> None:
-        arrays = plan.arrays
         ckpt = pool.checkpoints
-        self._fold(
-            pool, slice(None), ckpt.plane, ckpt.low, arrays.fold_source, arrays.fold_target,
-            arrays.fold_rows, arrays.fold_table, arrays.fold_count, plan.bucket,
-        )  # fmt: skip
+        mamba2.fold(pool, slice(None), ckpt.plane, ckpt.low, plan.arrays, plan.bucket)
 
     def conv(
         self, pool: StatePool, plan: Plan, layer: int, x: torch.Tensor, out: torch.Tensor
@@ -69,7 +66,7 @@ class TritonBackend:
             weights["conv_weight"][layer], weights["conv_bias"][layer],
             arrays.slot, arrays.conv_place, arrays.window,
             activation=pool.spec.conv_activation,
-            config=self._config(pool, "conv", plan.bucket),
+            config=config(pool, "conv", plan.bucket),
         )  # fmt: skip
 
     def readout(
@@ -80,38 +77,7 @@ class TritonBackend:
         inputs: Mapping[str, torch.Tensor],
         out: torch.Tensor,
     ) -> None:
-        from replayinfer.kernels.mamba2.fused import fused
-        from replayinfer.kernels.mamba2.prepass import prepass
-        from replayinfer.kernels.mamba2.readout import readout
-
-        spec: Any = pool.spec
-        arrays, weights, rows = plan.arrays, pool.weights, pool.inputs.fields
-        y, plane = out[:, 0], pool.checkpoints.plane[layer]
-        x, dt, b, c = (inputs[name][:, 0] for name in ("x", "dt", "B", "C"))
-        z = inputs["z"][:, 0] if "z" in inputs else None
-        a, d_skip, dt_bias = (weights[name][layer] for name in ("A", "D", "dt_bias"))
-        row_x, row_b, row_dt = (rows[name][layer] for name in ("x", "B", "dt"))
-        gate = {"dt_limit": spec.dt_limit, "dt_softplus": spec.dt_softplus}
-        pdl = _has_pdl(pool.device)
-
-        if (whole := self._config(pool, "fused", plan.bucket)) is not None:
-            fused(
-                y, plane, x, dt, b, c, z, a, d_skip, dt_bias, row_x, row_b, row_dt,
-                arrays.page, arrays.history, arrays.window, arrays.table,
-                capacity=pool.capacity, **gate, pdl=pdl, config=whole,
-            )  # fmt: skip
-            return
-        weight, scale = self._workspace(pool, plan.bucket)
-        prepass(
-            weight, scale, dt, b, c, a, d_skip, dt_bias, row_b, row_dt,
-            arrays.history, arrays.window, arrays.table,
-            **gate, pdl=pdl, config=self._config(pool, "prepass", plan.bucket),
-        )  # fmt: skip
-        readout(
-            y, plane, weight, scale, x, c, z, row_x,
-            arrays.page, arrays.history, arrays.window, arrays.table,
-            pdl=pdl, config=self._config(pool, "readout", plan.bucket),
-        )  # fmt: skip
+        mamba2.readout(pool, plan, layer, inputs, out, self._workspaces)
 
     def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
         """Nothing moves: the one node of a one-token window lies where a chain's row does."""
@@ -119,72 +85,9 @@ class TritonBackend:
     def materialize(
         self, pool: StatePool, layer: int, page: int, table: list[int], rows: int
     ) -> torch.Tensor:
-        def ints(values: Any) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=pool.device)
-
         out = torch.empty((1, 1, *pool.spec.state_shape), device=pool.device)
-        self._fold(
-            pool, slice(layer, layer + 1), out, None, ints([page]), ints([0]),
-            ints([rows]), ints([table]), ints([1]), 1,
+        mamba2.fold(
+            pool, slice(layer, layer + 1), out, None,
+            single_fold(pool.device, page, table, rows), 1,
         )  # fmt: skip
         return out[0, 0]
-
-    def _config(self, pool: StatePool, op: str, bucket: int) -> Any:
-        from replayinfer.kernels.launch import lookup as launch
-
-        return launch.lookup(op, pool.spec, pool.format.name, bucket, pool.device)
-
-    def _workspace(self, pool: StatePool, bucket: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a prepass hands to its readout; one per bucket, at an address that never moves."""
-        spec: Any = pool.spec
-        rows = max(16, 1 << (pool.capacity - 1).bit_length())
-        key = (pool.device, bucket, spec.heads, rows)
-        if key not in self._workspaces:
-            self._workspaces[key] = (
-                torch.empty((bucket, spec.heads, rows), device=pool.device),
-                torch.empty((bucket, spec.heads, 2), device=pool.device),
-            )
-        return self._workspaces[key]
-
-    def _fold(
-        self,
-        pool: StatePool,
-        layers: slice,
-        out: torch.Tensor,
-        out_low: torch.Tensor | None,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        counts: torch.Tensor,
-        table: torch.Tensor,
-        number: torch.Tensor,
-        bucket: int,
-    ) -> None:
-        from replayinfer.kernels.mamba2.fold import fold
-
-        ckpt, rows = pool.checkpoints, pool.inputs.fields
-        plane, low = ckpt.plane[layers], ckpt.low
-        if low is not None:
-            plane, low = plane.view(torch.int16), low[layers]
-        if out_low is not None:
-            out = out.view(torch.int16)
-        config = self._config(pool, "fold", bucket)
-        fold(
-            out, out_low, plane, low, pool.weights["A"][layers],
-            rows["x"][layers], rows["B"][layers], rows["dt"][layers],
-            source, target, counts, table, number,
-            capacity=pool.capacity,
-            programs=_processors(pool.device) * config.programs_per_sm,
-            config=config,
-        )  # fmt: skip
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@lru_cache
-def _has_pdl(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,0 +1,89 @@
+"""Mamba-2: plans to kernel launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...planner import Plan
+from ...planner.plan import PlanArrays
+from ...pools import StatePool
+from .workspace import FoldArrays, Workspaces, config, has_pdl, processors
+
+__all__ = ["fold", "readout"]
+
+
+def fold(
+    pool: StatePool,
+    layers: slice,
+    out: torch.Tensor,
+    out_low: torch.Tensor | None,
+    arrays: PlanArrays | FoldArrays,
+    bucket: int,
+) -> None:
+    """Fold `layers` of the pool into `out` ``[layers, pages, heads, dim, state]``."""
+    from replayinfer.kernels.mamba2.fold import fold as launch
+
+    ckpt, rows = pool.checkpoints, pool.inputs.fields
+    plane, low = ckpt.plane[layers], ckpt.low
+    if low is not None:
+        plane, low = plane.view(torch.int16), low[layers]
+    if out_low is not None:
+        out = out.view(torch.int16)
+    choice = config(pool, "fold", bucket)
+    launch(
+        out, out_low, plane, low, pool.weights["A"][layers],
+        rows["x"][layers], rows["B"][layers], rows["dt"][layers],
+        arrays.fold_source, arrays.fold_target, arrays.fold_rows, arrays.fold_table,
+        arrays.fold_count,
+        capacity=pool.capacity,
+        programs=processors(pool.device) * choice.programs_per_sm,
+        config=choice,
+    )  # fmt: skip
+
+
+def readout(
+    pool: StatePool,
+    plan: Plan,
+    layer: int,
+    inputs: Mapping[str, torch.Tensor],
+    out: torch.Tensor,
+    workspaces: Workspaces,
+) -> None:
+    """One token of every sequence in one layer: one kernel for small batches, else two."""
+    from replayinfer.kernels.mamba2.fused import fused
+    from replayinfer.kernels.mamba2.prepass import prepass
+    from replayinfer.kernels.mamba2.readout import readout as stream
+
+    spec: Any = pool.spec
+    arrays, weights, rows = plan.arrays, pool.weights, pool.inputs.fields
+    y, plane = out[:, 0], pool.checkpoints.plane[layer]
+    x, dt, b, c = (inputs[name][:, 0] for name in ("x", "dt", "B", "C"))
+    z = inputs["z"][:, 0] if "z" in inputs else None
+    a, d_skip, dt_bias = (weights[name][layer] for name in ("A", "D", "dt_bias"))
+    row_x, row_b, row_dt = (rows[name][layer] for name in ("x", "B", "dt"))
+    gate = {"dt_limit": spec.dt_limit, "dt_softplus": spec.dt_softplus}
+    pdl = has_pdl(pool.device)
+
+    if (whole := config(pool, "fused", plan.bucket)) is not None:
+        fused(
+            y, plane, x, dt, b, c, z, a, d_skip, dt_bias, row_x, row_b, row_dt,
+            arrays.page, arrays.history, arrays.window, arrays.table,
+            capacity=pool.capacity, **gate, pdl=pdl, config=whole,
+        )  # fmt: skip
+        return
+    depth = max(16, 1 << (pool.capacity - 1).bit_length())
+    weight = workspaces.get("weight", (plan.bucket, spec.heads, depth), pool.device)
+    scale = workspaces.get("scale", (plan.bucket, spec.heads, 2), pool.device)
+    prepass(
+        weight, scale, dt, b, c, a, d_skip, dt_bias, row_b, row_dt,
+        arrays.history, arrays.window, arrays.table,
+        **gate, pdl=pdl, config=config(pool, "prepass", plan.bucket),
+    )  # fmt: skip
+    stream(
+        y, plane, weight, scale, x, c, z, row_x,
+        arrays.page, arrays.history, arrays.window, arrays.table,
+        pdl=pdl, config=config(pool, "readout", plan.bucket),
+    )  # fmt: skip
