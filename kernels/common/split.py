@@ -9,6 +9,7 @@ __all__ = [
     "encode",
     "join_planes",
     "load_pairs",
+    "load_pairs_once",
     "round_to",
     "split_planes",
     "store_pairs",
@@ -72,11 +73,29 @@ def unpack_pairs(word):
 def load_pairs(ptr, at, mask):
     """Elements ``2 at`` and ``2 at + 1`` as float32, zeros where not `mask`."""
     if ptr.dtype.element_ty == tl.bfloat16:
-        word = tl.load(ptr.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
-        first, second = unpack_pairs(word)
+        words = ptr.to(tl.pointer_type(tl.int32)) + at
+        first, second = unpack_pairs(tl.load(words, mask=mask, other=0))
     else:
         first = tl.load(ptr + 2 * at, mask=mask, other=0.0).to(tl.float32)
         second = tl.load(ptr + 2 * at + 1, mask=mask, other=0.0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def load_pairs_once(ptr, at, mask):
+    """`load_pairs` of what this step reads once: it is first to leave L2."""
+    if ptr.dtype.element_ty == tl.bfloat16:
+        words = ptr.to(tl.pointer_type(tl.int32)) + at
+        first, second = unpack_pairs(
+            tl.load(words, mask=mask, other=0, eviction_policy="evict_first")
+        )
+    else:
+        first = tl.load(ptr + 2 * at, mask=mask, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
+        second = tl.load(ptr + 2 * at + 1, mask=mask, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
     return first, second
 
 

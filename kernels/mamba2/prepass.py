@@ -5,7 +5,7 @@
     weight_j = dt_j exp(A d(j,t)) (B_j . C)      decay = exp(A d(0,t))      own = dt (B . C) + D
 
 with ``d(j, t)`` the sum of ``dt`` over the rows ``(j, t]``. Reads the ``B`` and ``dt`` rows; writes
-``weight [batch, heads, rows]`` (zeros for dead rows) and ``scale [batch, heads, 2]`` (decay, own)
+``weight [batch, heads, rows]`` (live rows only) and ``scale [batch, heads, 2]`` (decay, own)
 for the readout, and the token's ``B`` and ``dt`` row. A program is one group of one sequence.
 """
 
@@ -18,13 +18,17 @@ import triton.language as tl
 from ..common.gates import softplus
 from ..common.pdl import launch_dependents, wait_for_previous
 from ..common.rows import row_offset
-from ..common.split import load_pairs, store_pairs
+from ..common.split import load_pairs, load_pairs_once, store_pairs
 from ..launch.config import LaunchConfig
 
 __all__ = ["prepass"]
 
 
-@triton.jit
+@triton.jit(
+    # Only counted with, so that knowing more would gain nothing.
+    do_not_specialize=["stride_table_b", "pages"],
+    do_not_specialize_on_alignment=["scale_ptr", "history_ptr", "window_ptr", "table_ptr"],
+)
 def _prepass_kernel(
     weight_ptr, scale_ptr, dt_ptr, b_ptr, c_ptr,
     a_ptr, d_skip_ptr, dt_bias_ptr,
@@ -67,7 +71,7 @@ def _prepass_kernel(
 
     live, more = j < history, j + 1 < history
     row_b_ptr += group * stride_row_b_g
-    rows_b, rows_b_odd = load_pairs(
+    rows_b, rows_b_odd = load_pairs_once(
         row_b_ptr, at_b[:, None, None] // 2 + n[None, :, :], live[:, None, None] & in_n[None, :, :]
     )
     own = tl.load(
@@ -89,7 +93,11 @@ def _prepass_kernel(
     seen = tl.sum(seen, axis=1)
     weight = own * tl.exp(rate[None, :] * reach) * seen[:, None]
     at = b * (GROUPS * HEADS) + h
-    tl.store(weight_ptr + at[None, :] * BLOCK_J + j[:, None], weight, mask=in_h[None, :])
+    # Overwritten by the next layer: kept in L2 until then, it need never go to memory.
+    tl.store(
+        weight_ptr + at[None, :] * BLOCK_J + j[:, None], weight,
+        mask=in_h[None, :] & live[:, None], eviction_policy="evict_last",
+    )  # fmt: skip
     tl.store(scale_ptr + at * 2, tl.exp(rate * (tl.sum(own, axis=0) + dt)), mask=in_h)
     new_seen = tl.sum(tl.sum(new_b * c + new_b_odd * c_odd, axis=0), axis=0)
     tl.store(scale_ptr + at * 2 + 1, dt * new_seen + skip, mask=in_h)

@@ -29,7 +29,13 @@ from ..launch.config import LaunchConfig
 __all__ = ["readout"]
 
 
-@triton.jit
+@triton.jit(
+    # Only counted with, so that knowing more would gain nothing.
+    do_not_specialize=["stride_table_b", "pages"],
+    do_not_specialize_on_alignment=[
+        "scale_ptr", "page_ptr", "history_ptr", "window_ptr", "table_ptr",
+    ],
+)  # fmt: skip
 def _readout_kernel(
     y_ptr, plane_ptr, weight_ptr, scale_ptr, x_ptr, c_ptr, z_ptr, row_x_ptr,
     page_ptr, history_ptr, window_ptr, table_ptr,
@@ -69,7 +75,7 @@ def _readout_kernel(
     at = tl.arange(0, BLOCK_D)[:, None, None] * WIDTH + n[None, :, :]
     plane_ptr += page * stride_plane_page + h * stride_plane_h + block * (BLOCK_D * STATE)
     c_ptr += b * stride_c_b + h // HEADS * stride_c_g
-    # Read once, so first to leave L2: rows and what the prepass wrote are worth more there.
+    # What a step reads or writes once is first to leave L2; what the prepass wrote is worth more.
     if PAIRS:
         plane_ptr = plane_ptr.to(tl.pointer_type(tl.int32))
         state = tl.load(plane_ptr + at, mask=in_tile, other=0, eviction_policy="evict_first")
@@ -80,8 +86,9 @@ def _readout_kernel(
     live = j < history
     row_x_ptr += h * stride_row_x_h
     rows = tl.load(
-        row_x_ptr + at_rows[:, None] + d[None, :], mask=live[:, None] & in_d[None, :], other=0.0
-    )
+        row_x_ptr + at_rows[:, None] + d[None, :], mask=live[:, None] & in_d[None, :], other=0.0,
+        eviction_policy="evict_first",
+    )  # fmt: skip
     x = tl.load(x_ptr + b * stride_x_b + h * stride_x_h + d, mask=in_d, other=0.0)
     here = row_offset(table_ptr, history, pages, stride_row_x_page, stride_row_x_row, PAGE_ROWS)
     # Either of these keeps the loads above the arithmetic: mixed, too few would be in flight.
@@ -91,7 +98,7 @@ def _readout_kernel(
     else:
         tl.debug_barrier()
     at_weight = b * (GROUPS * HEADS) + h
-    weight = tl.load(weight_ptr + at_weight * BLOCK_J + j)
+    weight = tl.load(weight_ptr + at_weight * BLOCK_J + j, mask=live, other=0.0)
     decay = tl.load(scale_ptr + at_weight * 2)
     own = tl.load(scale_ptr + at_weight * 2 + 1)
 
@@ -106,7 +113,7 @@ def _readout_kernel(
         z = tl.load(z_ptr + b * stride_z_b + h * stride_z_h + d, mask=in_d, other=0.0)
         y *= silu(z.to(tl.float32))
     tl.store(y_ptr, round_to(y, y_ptr.dtype.element_ty), mask=in_d)
-    tl.store(row_x_ptr + here + d, x, mask=in_d)
+    tl.store(row_x_ptr + here + d, x, mask=in_d, eviction_policy="evict_first")
 
 
 def readout(
