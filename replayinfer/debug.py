@@ -23,7 +23,7 @@ def check_plan(pool: StatePool, plan: Plan) -> None:
     ------
     CheckError
         An index out of bounds, a page that two rows of the plan write, one that somebody else
-        holds, or device arrays that are not the plan; syncs.
+        holds, a direct step over rows, or device arrays that are not the plan; syncs.
     StaleHandleError
         A sequence of the plan that was freed.
     """
@@ -35,15 +35,19 @@ def check_plan(pool: StatePool, plan: Plan) -> None:
     _within("input page", plan.table, sizes.input_pages, low=-1)
     _within("history + window", plan.starts + plan.windows, pool.capacity + 1, low=0)
 
-    index, slots = plan.fold_index, plan.slots
-    targets = plan.pages[index]
+    slots = plan.slots
+    in_place = plan.direct & (plan.windows > 0)
+    if plan.starts[in_place].any():
+        raise CheckError("plan: a direct step has rows before it")
+    moved = plan.fold | in_place
+    targets = plan.pages[moved]
     _unshared("checkpoint page", targets, pool.checkpoint_ids.refs)
-    _own("checkpoint page", targets, cur.checkpoint[slots[index], None], plan.taken_checkpoints)
+    _own("checkpoint page", targets, cur.checkpoint[slots[moved], None], plan.taken_checkpoints)
     rows = sizes.page_rows
     place = np.arange(plan.table.shape[1])
     first = (plan.starts // rows)[:, None]
     last = ((plan.starts + plan.windows - 1) // rows)[:, None]
-    writes = (place >= first) & (place <= last) & (plan.windows > 0)[:, None]
+    writes = (place >= first) & (place <= last) & ((plan.windows > 0) & ~in_place)[:, None]
     written = plan.table[writes]
     if (written < 0).any():
         raise CheckError("plan: a window row has no input page")
@@ -61,32 +65,37 @@ def check_guards(pool: StatePool) -> None:
             raise CheckError(f"guard: something wrote into {where}")
 
 
-def check_finite_states(pool: StatePool, plan: Plan) -> None:
-    """Raise `NonFiniteStateError` naming the sequences whose fold left a state not finite."""
-    index = plan.fold_index
+def check_finite_states(pool: StatePool, plan: Plan, layer: int | None = None) -> None:
+    """Raise `NonFiniteStateError` naming the sequences whose states are not finite.
+
+    After the folds of all layers, or after the direct step of one.
+    """
+    index = plan.fold_index if layer is None else np.flatnonzero(plan.windows)
     if not index.size:
         return
     pages = torch.from_numpy(plan.pages[index].astype(np.int64)).to(pool.device)
     finite = torch.ones(index.size, dtype=torch.bool, device=pool.device)
-    for layer in range(len(pool.layers)):
-        finite &= torch.isfinite(pool.checkpoints.load(layer, pages)).flatten(1).all(1)
-    _refuse_nonfinite("fold", plan.handles[index], finite, "state")
+    for i in range(len(pool.layers)) if layer is None else [pool.index(layer)]:
+        finite &= torch.isfinite(pool.checkpoints.load(i, pages)).flatten(1).all(1)
+    what = "state" if layer is None else f"state of layer {layer}"
+    _refuse_nonfinite(plan, "fold" if layer is None else "run", index, finite, what)
 
 
 def check_finite_outputs(plan: Plan, layer: int, y: torch.Tensor) -> None:
     """Raise `NonFiniteStateError` naming the sequences whose outputs of a layer are not finite."""
     finite = torch.isfinite(y[: plan.batch]).flatten(1).all(1)
-    _refuse_nonfinite("run", plan.handles, finite, f"output of layer {layer}")
+    _refuse_nonfinite(plan, "run", np.arange(plan.batch), finite, f"output of layer {layer}")
 
 
 def _refuse_nonfinite(
-    action: str, handles: NDArray[np.int64], finite: torch.Tensor, what: str
+    plan: Plan, action: str, index: NDArray[np.int64], finite: torch.Tensor, what: str
 ) -> None:
-    bad = handles[~finite.cpu().numpy()].tolist()
+    bad = plan.handles[index][~finite.cpu().numpy()].tolist()
     if bad:
+        way = "run the other layers, commit" if plan.moved else "abort the step"
         raise NonFiniteStateError(
             f"{action}: got a {what} that is not finite for sequences {bad}; allowed finite "
-            "values; abort the step and free them, the others are not affected",
+            f"values; {way} and free them, the others are not affected",
             bad,
         )
 

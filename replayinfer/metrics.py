@@ -16,8 +16,11 @@ class StepCounters:
     ----------
     steps, tokens : int
         Committed steps and the tokens they accepted.
+    direct_steps : int
+        Steps among them that moved the states in place, without rows.
     folds, forced_folds, early_folds : int
-        All folds; those that only ``force_fold`` asked for; those that the policy added.
+        All folds; those that only ``force_fold`` or a direct step asked for (also where a direct
+        step copies a shared page); those that the policy added.
     rows_rejected : int
         Window rows that were not accepted.
     aborted : int
@@ -30,6 +33,7 @@ class StepCounters:
 
     steps: int = 0
     tokens: int = 0
+    direct_steps: int = 0
     folds: int = 0
     forced_folds: int = 0
     early_folds: int = 0

@@ -9,6 +9,7 @@ graph over the pool's tensors would grow with every step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from .planner.trees import check_paths
 from .pools import StatePool
 from .spec.base import GATE_DTYPES
 
-__all__ = ["commit", "conv_update", "fold", "materialize", "readout"]
+__all__ = ["commit", "conv_update", "fold", "materialize", "readout", "warmup"]
 
 
 def fold(planner: HostPlanner, plan: Plan, *, backend: str | Backend = "auto") -> None:
@@ -87,6 +88,8 @@ def readout(
 ) -> torch.Tensor:
     """Append the window's rows in one layer and return its outputs; the checkpoint is only read.
 
+    In a plan of a direct step the state itself moves by the token instead, and no row is written.
+
     Parameters
     ----------
     **inputs
@@ -102,13 +105,26 @@ def readout(
     -------
     Tensor
         ``[bucket, window, heads, dim]``; zeros in pad rows and dead tokens.
+
+    Raises
+    ------
+    PlanError
+        The plan is not between fold and commit, or its direct step of this layer is done: a second
+        one would move the states again.
     """
     _require_folded(pool, plan, "readout")
     index = pool.index(layer)
+    if plan.direct and layer in plan.layers_run:
+        raise PlanError(
+            f"readout: got layer {layer} a second time in a direct step; allowed once, since it "
+            "moves the states; keep its output"
+        )
     lead = {"bucket": plan.bucket, "window": plan.window}
     ready = check_inputs(pool, lead, inputs, "pad to the plan's bucket and window")
     out = layer_output(pool, lead, out, pool.spec.output_dims)
-    select(backend, pool).readout(pool, plan, index, ready, out)
+    chosen = select(backend, pool)
+    (chosen.direct if plan.direct else chosen.readout)(pool, plan, index, ready, out)
+    plan.layers_run.add(layer)
     return out
 
 
@@ -166,7 +182,7 @@ def materialize(
     -------
     Tensor
         float32 ``[layers, heads, dim, state]``, in the order of ``pool.layers``. Nothing is
-        written.
+        written. Inside a direct step the layers that ran are one token ahead.
     """
     pool.require_bound()
     slot = pool.cursors.peek(sequence)
@@ -184,6 +200,58 @@ def materialize(
     return torch.stack(
         [chosen.materialize(pool, i, page, table, rows) for i in range(len(pool.layers))]
     )
+
+
+@torch.no_grad()
+def warmup(
+    planner: HostPlanner,
+    bucket: int,
+    *,
+    window: int = 1,
+    direct: bool = False,
+    inputs: Sequence[Mapping[str, torch.Tensor | None]] | None = None,
+    conv: Sequence[Mapping[str, torch.Tensor | None]] | None = None,
+    backend: str | Backend = "auto",
+) -> None:
+    """Compile and load every kernel that a step of `bucket` and `window` can launch.
+
+    It launches them on a plan of no sequences, in every layer. Sequences, pages, rows and rings
+    stay as they are, bit for bit.
+
+    Parameters
+    ----------
+    direct : bool
+        For direct steps, instead of those that replay.
+    inputs : sequence of mappings, optional
+        Examples of what `readout` will get by keyword, ``out`` included where it will be given. Of
+        their tensors ``[any, any, ...]`` the dtypes, the strides, and whether an address is
+        divisible by 16 matter; the values do not. Without it: contiguous tensors, with and without
+        the optional ones, gates and outputs of the pool's dtype and of float32. An empty list: no
+        readout is warmed.
+    conv : sequence of mappings, optional
+        The same for `conv_update`: ``x`` and perhaps ``out``.
+
+    Raises
+    ------
+    PlanError
+        A plan of this bucket is neither committed nor aborted, the pool sleeps, or the stream
+        captures a CUDA graph.
+    """
+    pool = planner.pool
+    chosen = select(backend, pool)
+    if pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise PlanError(
+            "warmup: got a stream that captures a CUDA graph; allowed before the capture, which "
+            "must not load kernels; warm up first"
+        )
+    examples = None if inputs is None else [_check_example(pool, e) for e in inputs]
+    rows = None if conv is None else [_check_rows(pool, e) for e in conv]
+    pool.cursors.require_awake()
+    plan = planner.plan([], bucket=bucket, window=window, direct=direct)
+    try:
+        chosen.warmup(pool, plan, inputs=examples, conv=rows)
+    finally:
+        planner.abort(plan)
 
 
 def check_inputs(
@@ -220,7 +288,9 @@ def check_inputs(
     return ready
 
 
-def check_convolution(pool: StatePool, lead: Mapping[str, int], x: torch.Tensor) -> None:
+def check_convolution(
+    pool: StatePool, lead: Mapping[str, int], x: torch.Tensor | None
+) -> torch.Tensor:
     """Pre-convolution rows, and a spec that has a convolution."""
     if not pool.spec.conv_width:
         raise InputError(
@@ -228,7 +298,7 @@ def check_convolution(pool: StatePool, lead: Mapping[str, int], x: torch.Tensor)
             "layer's kernel size"
         )
     shape, dims = (*lead.values(), pool.spec.conv_channels), (*lead, "channels")
-    check_tensor("x", x, shape=shape, dims=dims, dtypes=(pool.dtype,), device=pool.device)
+    return check_tensor("x", x, shape=shape, dims=dims, dtypes=(pool.dtype,), device=pool.device)
 
 
 def layer_output(
@@ -244,6 +314,40 @@ def layer_output(
         "out", out, shape=shape, dims=(*lead, *dims), dtypes=tuple(dtypes), device=pool.device,
         written=True,
     )  # fmt: skip
+
+
+def _check_example(
+    pool: StatePool, example: Mapping[str, torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """The tensors of one readout, of any batch and window."""
+    inputs = {name: value for name, value in example.items() if name != "out"}
+    lead = _lead(inputs)
+    ready = check_inputs(pool, lead, inputs, "give every input the same batch and window")
+    if (out := example.get("out")) is not None:
+        ready["out"] = layer_output(pool, lead, out, pool.spec.output_dims)
+    return ready
+
+
+def _check_rows(
+    pool: StatePool, example: Mapping[str, torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """The tensors of one convolution, of any batch and window."""
+    if unknown := set(example) - {"x", "out"}:
+        raise InputError(
+            f"conv: got {', '.join(sorted(unknown))}; allowed x and out; pass what conv gets"
+        )
+    lead, x = _lead(example), example.get("x")
+    ready = {"x": check_convolution(pool, lead, x)}
+    if (out := example.get("out")) is not None:
+        ready["out"] = layer_output(pool, lead, out, ("channels",))
+    return ready
+
+
+def _lead(tensors: Mapping[str, Any]) -> dict[str, int]:
+    """Batch and window of the first of `tensors`."""
+    shapes = [t.shape for t in tensors.values() if isinstance(t, torch.Tensor) and t.dim() >= 2]
+    batch, window = shapes[0][:2] if shapes else (1, 1)
+    return {"batch": batch, "window": window}
 
 
 def _require_folded(pool: StatePool, plan: Plan, action: str) -> None:

@@ -67,7 +67,8 @@ class StateDriver:
             "capacity": capacity, "format": format, "dtype": model.dtype, "device": model.device,
         }  # fmt: skip
         self._pages = (checkpoint_pages, input_pages)
-        self._steps: dict[str, Any] = {"backend": backend, "policy": policy}
+        # An unfinished forward is dropped, which a direct step does not allow.
+        self._steps: dict[str, Any] = {"backend": backend, "policy": policy, "direct": "never"}
         self._grows = max_sequences is None
         self._own_steps = own_steps
         self._make_pool(max_sequences or 1)

@@ -1,8 +1,8 @@
-"""What a backend does: four operations on a pool, and an honest answer about what it serves."""
+"""What a backend does: operations on a pool, and an honest answer about what it serves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -45,6 +45,24 @@ class Backend(Protocol):
     ) -> None:
         """Append the window's rows and write its outputs; checkpoints are only read."""
 
+    def direct(
+        self,
+        pool: StatePool,
+        plan: Plan,
+        layer: int,
+        inputs: Mapping[str, torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """Move the states of a direct plan by its tokens, in place, and write the outputs.
+
+        The recurrence is computed in fp32 on the decoded states (both planes) and encoded again;
+        outputs are of the new states before that. No row is written. An exception means that no
+        state was.
+        """
+
+    def prefers_direct(self, pool: StatePool, bucket: int) -> bool:
+        """Whether a direct step of a `bucket` is faster than replay, as far as was measured."""
+
     def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
         """Move accepted tree nodes ``[batch, window]`` (-1: none) to where a chain's rows lie."""
 
@@ -52,6 +70,22 @@ class Backend(Protocol):
         self, pool: StatePool, layer: int, page: int, table: list[int], rows: int
     ) -> torch.Tensor:
         """The state after `rows` rows, float32 ``[heads, dim, state]``; nothing is written."""
+
+    def warmup(
+        self,
+        pool: StatePool,
+        plan: Plan,
+        *,
+        inputs: Sequence[Mapping[str, torch.Tensor]] | None,
+        conv: Sequence[Mapping[str, torch.Tensor]] | None,
+    ) -> None:
+        """Compile and load what steps like `plan` can launch; the pool stays as it is.
+
+        `plan` has no sequences: all of its rows are pads. `inputs` are examples of what a readout
+        gets, with ``out`` where the caller gives one, and `conv` of a convolution (``x``, ``out``);
+        their dtypes, strides and alignment count. None: contiguous tensors, in every dtype. An
+        empty list: no such call.
+        """
 
 
 class PrefillBackend(Protocol):

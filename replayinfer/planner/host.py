@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, PlanError
 from ..pools import StatePool
+from .changes import step_changes
 from .plan import Plan, PlanBuffer
 from .policy import Policy, get_policy
-from .predicate import must_fold
 from .trees import check_parents
 
 __all__ = ["HostPlanner"]
@@ -58,6 +58,7 @@ class HostPlanner:
         window: int | None = None,
         force_fold: ArrayLike | None = None,
         parents: ArrayLike | None = None,
+        direct: bool | Callable[[int], bool] = False,
     ) -> Plan:
         """Plan one step.
 
@@ -76,6 +77,13 @@ class HostPlanner:
         parents : integer array [batch, window], optional
             Makes the windows draft trees: the parent of every node, which comes before it, or -1
             where it continues the history. Such a plan is committed with paths.
+        direct : bool or function of the bucket
+            Whether the step moves the states themselves instead of writing rows. Every sequence
+            that takes a token folds its rows first, and leaves a checkpoint page that others hold
+            for one of its own. A token whose layer ran cannot be taken back: commit takes it, and
+            abort is refused. ``True`` refuses windows beyond one token and draft trees. A function
+            is asked only where a direct step is possible; otherwise, and where the pages that it
+            needs are not free, the step is planned for replay.
 
         Returns
         -------
@@ -107,37 +115,26 @@ class HostPlanner:
             )
 
         history = cur.history[slots]
-        must = must_fold(history, wins, pool.capacity)
-        chosen = must | self.policy(history, wins, must, pool.capacity)  # a policy only adds
-        fold = (chosen | forced) & (history > 0)
+        goes_direct = self._goes_direct(direct, wins, width, tree is not None, size)
+        todo = step_changes(pool, self.policy, slots, wins, forced, goes_direct)
+        if goes_direct and direct is not True and not todo.fit(pool):
+            goes_direct = False
+            todo = step_changes(pool, self.policy, slots, wins, forced, goes_direct)
+        pool.checkpoint_ids.require(todo.moved.size)
+        pool.input_ids.require(todo.needed)
 
-        pages = cur.checkpoint[slots]
+        pages = cur.checkpoint[slots]  # fancy indexing makes copies
         old_table = cur.table[slots]
-        table = old_table
-        index = np.flatnonzero(fold)
-        starts = np.where(fold, 0, history)
+        table, index = todo.table, todo.index
         source = pages[index]
-        dropped = _NO_IDS
-        moved = _NO_INDEX
-        if index.size:
-            # Sharing is judged by the counts as they are now, for all folds of the launch alike.
-            moved = index[pool.checkpoint_ids.refs[source] > 1]
-            table, dropped = self._drop_shared(old_table, index)
-
-        missing = self._missing(table, starts, wins)
-        needed = int(np.count_nonzero(missing))
-        pool.checkpoint_ids.require(moved.size)
-        pool.input_ids.require(needed)
         taken_inputs = taken_checkpoints = released = _NO_IDS
-        if needed:
-            taken_inputs = pool.input_ids.take(needed)
-            if table is old_table:
-                table = old_table.copy()
-            table[missing] = taken_inputs
-        if moved.size:
-            taken_checkpoints = pool.checkpoint_ids.take(moved.size)
-            released = pages[moved]
-            pages[moved] = taken_checkpoints  # fancy indexing above made a copy
+        if todo.needed:
+            taken_inputs = pool.input_ids.take(todo.needed)
+            table[todo.missing] = taken_inputs
+        if todo.moved.size:
+            taken_checkpoints = pool.checkpoint_ids.take(todo.moved.size)
+            released = pages[todo.moved]
+            pages[todo.moved] = taken_checkpoints
 
         buffer = self._buffers.get(size)
         if buffer is None:
@@ -147,7 +144,7 @@ class HostPlanner:
         out = buffer.begin()
         out["slot"][:n] = slots
         out["page"][:n] = pages
-        out["history"][:n] = starts
+        out["history"][:n] = todo.starts
         out["window"][:n] = wins
         out["conv_place"][:n] = (cur.base[slots] + history) % pool.conv.ring
         out["table"][:n] = table
@@ -161,15 +158,15 @@ class HostPlanner:
         buffer.upload()
 
         cur.busy[slots] = True
-        early = chosen & ~must & fold
         plan = Plan(
             pool=pool, batch=n, bucket=size, window=width, arrays=buffer.arrays,
             handles=np.array(sequences, dtype=np.int64).reshape(-1), slots=slots,
-            windows=wins, starts=starts, fold=fold, fold_rows=history,
-            forced=int(np.count_nonzero(fold & ~chosen)), early=int(np.count_nonzero(early)),
+            windows=wins, starts=todo.starts, fold=todo.fold, fold_rows=history,
+            forced=todo.forced, early=todo.early,
             fold_index=index, pages=pages, table=table,
             taken_checkpoints=taken_checkpoints, taken_inputs=taken_inputs,
-            released_checkpoints=released, released_inputs=dropped, parents=tree,
+            released_checkpoints=released, released_inputs=todo.dropped, parents=tree,
+            direct=goes_direct,
         )  # fmt: skip
         self._in_use[size] = plan
         return plan
@@ -193,26 +190,51 @@ class HostPlanner:
     def commit(self, plan: Plan, accepted: ArrayLike | None = None) -> NDArray[np.int32]:
         """Advance every history by the accepted tokens of its window; returns the counts.
 
+        A direct step advances the token base instead, and histories stay 0.
+
         Raises
         ------
         InputError
-            A count outside 0..window of its sequence; nothing has changed then.
+            A count outside 0..window of its sequence, or below its window where a direct step has
+            moved states; nothing has changed then.
         PlanError
             The plan has not folded yet, or is finished.
         """
         self.require(plan, "folded", "commit")
         counts = plan.windows if accepted is None else self._accepted(plan, accepted)
         cur = self.pool.cursors
-        cur.history[plan.slots] += counts
-        cur.undo[plan.slots] = counts
+        if plan.direct:
+            cur.base[plan.slots] += counts
+            cur.undo[plan.slots] = 0
+        else:
+            cur.history[plan.slots] += counts
+            cur.undo[plan.slots] = counts
         self._finish(plan, "committed")
         return counts
 
-    def abort(self, plan: Plan) -> None:
-        """Drop the window of `plan`. A fold that ran stands; before it, taken pages go back."""
+    def abort(self, plan: Plan, *, free: bool = False) -> None:
+        """Drop the window of `plan`. A fold that ran stands; before it, taken pages go back.
+
+        Parameters
+        ----------
+        free : bool
+            Also end the sequences that were to take a token. That is the one way out of a direct
+            step that cannot be finished.
+
+        Raises
+        ------
+        PlanError
+            The plan is finished, or a direct step of which a layer ran, without `free`.
+        """
         pool, cur = self.pool, self.pool.cursors
         planned = plan.state == "planned"
         self.require(plan, "planned" if planned else "folded", "abort")
+        if plan.moved and not free:
+            raise PlanError(
+                f"abort: got a direct step of which layers {sorted(plan.layers_run)} ran; allowed "
+                "before its first layer, since their states have moved; run the others and commit, "
+                "or end the sequences with abort(free=True)"
+            )
         if planned:
             pool.input_ids.release(plan.taken_inputs)
             pool.checkpoint_ids.release(plan.taken_checkpoints)
@@ -221,33 +243,8 @@ class HostPlanner:
             room = (pool.max_window - plan.windows).astype(np.int32)
             cur.undo[plan.slots] = np.minimum(cur.undo[plan.slots], room)
         self._finish(plan, "aborted")
-
-    # Pages ------------------------------------------------------------------------------------
-
-    def _drop_shared(
-        self, table: NDArray[np.int32], index: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Tables after the folds of `index`: shared pages gone, private ones moved to the front."""
-        rows = table[index]
-        shared = (rows >= 0) & (self.pool.input_ids.refs[rows] > 1)
-        if not shared.any():
-            return table, _NO_IDS
-        dropped = rows[shared]
-        rows[shared] = -1
-        rows = np.take_along_axis(rows, np.argsort(rows < 0, axis=1, kind="stable"), axis=1)
-        result = table.copy()
-        result[index] = rows
-        return result, dropped
-
-    def _missing(
-        self, table: NDArray[np.int32], starts: NDArray[np.int32], windows: NDArray[np.int32]
-    ) -> NDArray[np.bool_]:
-        """Table entries that this step writes and that hold no page yet."""
-        rows = self.pool.sizes.page_rows
-        place = np.arange(table.shape[1], dtype=np.int32)
-        first = (starts // rows)[:, None]
-        last = ((starts + windows - 1) // rows)[:, None]  # before `first` for an empty window
-        return (table < 0) & (place >= first) & (place <= last) & (windows > 0)[:, None]
+        if free:
+            pool.free(plan.handles[plan.windows > 0])
 
     # Arguments --------------------------------------------------------------------------------
 
@@ -314,6 +311,35 @@ class HostPlanner:
             )
         return window
 
+    def _goes_direct(
+        self,
+        direct: bool | Callable[[int], bool],
+        windows: NDArray[np.int32],
+        width: int,
+        tree: bool,
+        bucket: int,
+    ) -> bool:
+        if not isinstance(direct, bool) and not callable(direct):
+            raise InputError(
+                f"direct: got {direct!r}; allowed a bool or a function of the bucket; say whether "
+                "the step moves the states themselves"
+            )
+        if direct is False:
+            return False
+        longest = int(windows.max(initial=0))
+        if direct is not True:
+            return not tree and width == 1 and bool(direct(bucket))
+        advice = "plan it with direct=False, since a state that has moved takes no token back"
+        if tree:
+            raise InputError(
+                f"parents: got draft trees for a direct step; allowed windows of 0 or 1; {advice}"
+            )
+        if longest > 1 or width > 1:
+            name, got = ("windows", longest) if longest > 1 else ("window", width)
+            allowed = "0 or 1" if longest > 1 else "1"
+            raise InputError(f"{name}: got {got} for a direct step; allowed {allowed}; {advice}")
+        return True
+
     def _accepted(self, plan: Plan, accepted: ArrayLike) -> NDArray[np.int32]:
         counts = _array(accepted, np.int32)
         if counts.dtype.kind not in "iu" or counts.shape != (plan.batch,):
@@ -327,6 +353,14 @@ class HostPlanner:
             raise InputError(
                 f"accepted: got {int(counts[i])} for sequence {i} of the plan; allowed "
                 f"0..{int(plan.windows[i])}, its window; nothing was committed"
+            )
+        short = counts < plan.windows
+        if plan.moved and short.any():
+            i = int(np.flatnonzero(short)[0])
+            raise InputError(
+                f"accepted: got 0 for sequence {i} of a direct step; allowed 1, its window, since "
+                "its state has moved already; commit it and free the sequence, or plan with "
+                "direct=False where a token may be refused"
             )
         return counts.astype(np.int32)
 
@@ -362,4 +396,3 @@ def _array(values: ArrayLike, dtype: type[np.generic]) -> NDArray[Any]:
 
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, dtype=np.int32)
-_NO_INDEX: NDArray[np.int64] = np.empty(0, dtype=np.int64)

@@ -156,13 +156,19 @@ class Plan:
     fold : bool [batch]
         The sequences that fold before the readouts.
     fold_rows : int32 [batch]
-        Rows that a folding sequence folds (its whole history at plan time).
+        Rows that a folding sequence folds (its whole history at plan time; none where a direct step
+        only moves it to a page of its own).
     parents : int32 [batch, window] or None
         Parent of every node where the windows are draft trees; None where they are chains.
     forced : int
-        Folds that ``force_fold`` asked for and nothing else did.
+        Folds that ``force_fold`` or a direct step asked for and nothing else did.
     early : int
         Folds that the policy added.
+    direct : bool
+        Whether the step moves the states themselves, in place, instead of writing rows. Windows are
+        0 or 1, and a sequence that takes a token has no rows and a checkpoint page of its own.
+    layers_run : set of int
+        Layers whose readout, or direct step, was enqueued.
     """
 
     pool: StatePool = field(repr=False)
@@ -187,6 +193,7 @@ class Plan:
     released_checkpoints: IdArray
     released_inputs: IdArray
     parents: NDArray[np.int32] | None = None
+    direct: bool = False
     state: Literal["planned", "folded", "committed", "aborted"] = "planned"
     layers_run: set[int] = field(default_factory=set)
 
@@ -194,3 +201,8 @@ class Plan:
     def fold_count(self) -> int:
         """Sequences that fold before the readouts of this step."""
         return int(self.fold_index.size)
+
+    @property
+    def moved(self) -> bool:
+        """Whether a direct step has begun to move states, so that no token can be dropped."""
+        return self.direct and bool(self.layers_run) and bool(self.windows.any())

@@ -45,7 +45,11 @@ def check_references(pool: StatePool, plan: Plan | None) -> None:
     assert (pool.input_ids.refs[table[writable]] == 1).all(), "the next row is in a shared page"
     busy = set() if plan is None else set(plan.slots.tolist())
     assert set(np.flatnonzero(cur.busy).tolist()) == busy
-    if plan is not None:
+    if plan is not None and plan.direct:
+        pages = plan.pages[plan.windows > 0]
+        assert (pool.checkpoint_ids.refs[pages] == 1).all(), "a direct step in a shared page"
+        assert not plan.starts[plan.windows > 0].any(), "a direct step over rows"
+    elif plan is not None:
         for table, start, window in zip(plan.table, plan.starts, plan.windows, strict=True):
             rows = start + np.arange(window)
             assert (pool.input_ids.refs[table[rows // R]] == 1).all(), "window rows are shared"

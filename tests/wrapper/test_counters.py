@@ -55,6 +55,7 @@ def test_state_bytes(family, format, rng):
     assert counters.as_dict() == {
         "steps": 3,
         "tokens": 10,
+        "direct_steps": 0,
         "folds": 2,
         "forced_folds": 1,
         "early_folds": 0,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -20,7 +20,7 @@ from .rows import Window, compact_rows
 
 __all__ = ["TorchBackend"]
 
-# Each has advance, readout and prefill_chunk.
+# Each has advance, readout, step and prefill_chunk.
 _FAMILIES: dict[str, ModuleType] = {"mamba2": mamba2, "gdn": delta, "kda": delta}
 
 
@@ -79,6 +79,27 @@ class TorchBackend:
         )  # fmt: skip
         window.put(out, y)
 
+    def direct(
+        self,
+        pool: StatePool,
+        plan: Plan,
+        layer: int,
+        inputs: Mapping[str, torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        live = np.flatnonzero(plan.windows)
+        pages, which = pool.device_ids(plan.pages[live]), pool.device_ids(live)
+        tokens = {name: value[which] for name, value in inputs.items()}
+        state = pool.checkpoints.load(layer, pages)
+        y, state = _FAMILIES[pool.spec.family].step(pool, pool.spec, layer, state, tokens)
+        out.zero_()
+        out[which] = y.to(out.dtype)
+        pool.checkpoints.store(layer, pages, state)
+
+    def prefers_direct(self, pool: StatePool, bucket: int) -> bool:
+        """Never: it is the reference, and no faster either way."""
+        return False
+
     def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
         compact_rows(pool, plan, nodes)
 
@@ -92,6 +113,16 @@ class TorchBackend:
         family = _FAMILIES[pool.spec.family]
         states: torch.Tensor = family.advance(pool, pool.spec, layer, state, row(table), row(rows))
         return states[0]
+
+    def warmup(
+        self,
+        pool: StatePool,
+        plan: Plan,
+        *,
+        inputs: Sequence[Mapping[str, torch.Tensor]] | None,
+        conv: Sequence[Mapping[str, torch.Tensor]] | None,
+    ) -> None:
+        """Nothing to compile."""
 
     def prefill_conv(
         self, pool: StatePool, plan: PrefillPlan, layer: int, x: torch.Tensor, out: torch.Tensor

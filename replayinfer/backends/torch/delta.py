@@ -29,7 +29,7 @@ from .rows import (
     weighted_sum,
 )
 
-__all__ = ["advance", "prefill_chunk", "readout"]
+__all__ = ["advance", "prefill_chunk", "readout", "step"]
 
 
 def advance(
@@ -70,6 +70,22 @@ def readout(
     y, tokens["u"] = _attend(spec, state, tokens, window.allowed, past)
     window.append(pool, layer, {name: tokens[name] for name in pool.inputs.fields})
     return y
+
+
+def step(
+    pool: StatePool,
+    spec: DeltaSpec,
+    layer: int,
+    state: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token ``[n, 1, ...]`` of the plain recurrence: outputs ``[n, 1, heads, dim]``, states."""
+    tokens = _prepare(pool, spec, layer, inputs, torch.Tensor.float)
+    q, k = (_to_heads(x, spec) for x in (tokens["q"], _keys(tokens)))
+    state = torch.exp(_per_channel(tokens["g"]))[:, 0, :, None] * state
+    u = tokens["beta"][..., None] * (tokens["v"] - apply_state(state, k))
+    state = state + outer_sum(u, k)
+    return apply_state(state, q), state
 
 
 def prefill_chunk(

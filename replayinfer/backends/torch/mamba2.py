@@ -25,7 +25,7 @@ from .rows import (
     weighted_sum,
 )
 
-__all__ = ["advance", "prefill_chunk", "readout"]
+__all__ = ["advance", "prefill_chunk", "readout", "step"]
 
 
 def advance(
@@ -57,6 +57,21 @@ def readout(
     window.append(pool, layer, {name: tokens[name] for name in pool.inputs.fields})
     past = gather_rows(pool, layer, table, starts)
     return _attend(pool, spec, layer, state, tokens, window.allowed, past)
+
+
+def step(
+    pool: StatePool,
+    spec: Mamba2Spec,
+    layer: int,
+    state: torch.Tensor,
+    inputs: Mapping[str, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token ``[n, 1, ...]`` of the plain recurrence: outputs ``[n, 1, heads, dim]``, states."""
+    tokens = _prepare(pool, spec, layer, inputs, torch.Tensor.float)
+    state = _absorb(spec, pool.weights["A"][layer], state, tokens)
+    y = apply_state(state, _to_heads(spec, tokens["C"], axis=2))
+    y = y + pool.weights["D"][layer][:, None] * tokens["x"]
+    return (y * silu(tokens["z"]) if "z" in tokens else y), state
 
 
 def prefill_chunk(
