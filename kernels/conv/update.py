@@ -21,7 +21,11 @@ from ..launch.config import LaunchConfig
 __all__ = ["conv_update"]
 
 
-@triton.jit
+@triton.jit(
+    # Read a word at a time, or only counted with, so that knowing more would gain nothing.
+    do_not_specialize=["ring", "blocks"],
+    do_not_specialize_on_alignment=["weight_ptr", "slot_ptr", "place_ptr", "window_ptr"],
+)  # fmt: skip
 def _conv_update_kernel(
     y_ptr, x_ptr, ring_ptr, weight_ptr, bias_ptr,
     slot_ptr, place_ptr, window_ptr,

@@ -2,22 +2,33 @@
 
 A table is ``tables/<device>.json``, the device's name in lower case with underscores. An entry is
 for one operation, shape and format, and for batches up to its own; the largest one holds beyond.
+Beside them, ``direct_up_to`` has by shape and format the largest batch bucket at which a direct
+step was measured to beat replay. Tables of a folder that `use_tables` names come first, key by key.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from .config import LaunchConfig
+from .table import Choices, Table, file_name, read_table, shape_key
 
-__all__ = ["lookup", "rule", "shape_key"]
+__all__ = ["forced", "lookup", "prefers_direct", "rule", "shape_key", "use_tables"]
 
-_Table = dict[str, list[tuple[int, "LaunchConfig | None"]]]
+_SHIPPED = Path(__file__).parent / "tables"
+_folders = [_SHIPPED]  # the first that has a key decides
+_NOTHING: Mapping[str, LaunchConfig | None] = MappingProxyType({})
+_forced: ContextVar[tuple[Mapping[str, LaunchConfig | None], set[str] | None]] = ContextVar(
+    "forced", default=(_NOTHING, None)
+)
 
 
 def lookup(op: str, spec: Any, fmt: str, batch: int, device: torch.device) -> LaunchConfig | None:
@@ -25,7 +36,7 @@ def lookup(op: str, spec: Any, fmt: str, batch: int, device: torch.device) -> La
 
     Parameters
     ----------
-    op : {"fused", "prepass", "readout", "fold", "conv"}
+    op : {"fused", "prepass", "readout", "fold", "fold32", "conv", "direct"}
     spec : LayerSpec
         A layer, or its shard: the table has both where both were measured.
     fmt : str
@@ -36,29 +47,55 @@ def lookup(op: str, spec: Any, fmt: str, batch: int, device: torch.device) -> La
     LaunchConfig or None
         None only for ``"fused"``: take ``"prepass"`` and ``"readout"`` instead.
     """
+    forced, asked = _forced.get()
+    if asked is not None:
+        asked.add(op)
+    if op in forced:
+        return forced[op]
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device).lower().replace(" ", "_")
+        name = torch.cuda.get_device_name(device)
         for limit, config in (choices := _table(name).get(shape_key(op, spec, fmt), [])):
             if batch <= limit or limit == choices[-1][0]:
                 return config
     return rule(op, spec, fmt, batch)
 
 
+def prefers_direct(spec: Any, fmt: str, batch: int, device: torch.device) -> bool:
+    """Whether a batch bucket of a shape is faster without replay; not where nobody measured it.
+
+    This is apart from the launch choice of ``"direct"``, which always exists: a caller may ask for
+    direct steps whether or not they pay.
+    """
+    if device.type != "cuda":
+        return False
+    limits = _direct_limits(torch.cuda.get_device_name(device))
+    return batch <= limits.get(shape_key("direct", spec, fmt), 0)
+
+
 def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
     """A choice for any shape, from what held for every shape that was measured on an H200.
 
+    - prepass of a delta rule (not measured): one warp, which repeats the least;
     - fused: only where the programs of the two other kernels would not reach every multiprocessor;
     - readout: 16 KB of state to a warp where there is enough work, else 8 KB; blocks that leave no
       more than a fifth of a program idle;
     - fold: tiles of 64 x 64 in the matrix units' own order, which needs 16 rows to a warp, and as
-      many programs as the registers of a multiprocessor hold.
+      many programs as the registers of a multiprocessor hold;
+    - fold of a delta rule (not measured; fold32 is one of more than 16 rows): the same order, and
+      as many programs as the registers hold without a spill;
+    - direct (not measured): 4 KB of float32 state to a warp, and two warps.
     """
     if op == "conv":
         return LaunchConfig(num_warps=4, rows=512 if batch >= 16 else 256)
+    if op == "prepass" and spec.family != "mamba2":
+        return LaunchConfig(num_warps=1, rows=8)  # of the history, where gates are per channel
     if op == "prepass":
         return LaunchConfig(num_warps=2 if batch * spec.heads >= 4096 else 1)
     if op == "fused":
-        return LaunchConfig(num_warps=4, rows=32) if batch * spec.heads <= 128 else None
+        small = batch * spec.heads * (1 if spec.family == "mamba2" else spec.dim / 64) <= 128
+        return LaunchConfig(num_warps=4, rows=32) if small else None
+    if op in ("fold", "fold32") and spec.family != "mamba2":
+        return _delta_fold(op, spec)
     if op == "fold":
         if spec.dim % 64 == 0:
             return LaunchConfig(rows=64, columns=64, heads=2, programs_per_sm=4, registers=128)
@@ -66,25 +103,64 @@ def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
             num_warps=1, rows=16, columns=128, heads=4, programs_per_sm=12, registers=168
         )
     many = batch * spec.heads > 4096
+    warps = 1
     rows = (16384 if many or fmt == "fp32" else 8192) // (spec.state * (4 if fmt == "fp32" else 2))
+    if op == "direct":
+        warps, rows = 2, 2048 // spec.state
     rows = 1 << max(rows, 1).bit_length() - 1
+    if spec.family != "mamba2":
+        rows = min(rows, 64)  # two sums to each row: more would not fit into registers
     while rows > 16 and -(-spec.dim // rows) * rows > 1.25 * spec.dim:
         rows //= 2
-    return LaunchConfig(num_warps=1, rows=rows)
+    return LaunchConfig(num_warps=warps, rows=rows)
 
 
-def shape_key(op: str, spec: Any, fmt: str) -> str:
-    groups = getattr(spec, "groups", None)
-    return f"{op} {spec.heads}x{spec.dim}x{spec.state}/{groups} {fmt}"
+def _delta_fold(op: str, spec: Any) -> LaunchConfig:
+    if spec.dim % 64:
+        return LaunchConfig(num_warps=1, rows=16, columns=32, programs_per_sm=8)
+    if spec.family == "kda" or spec.state > 128:
+        return LaunchConfig(rows=64, columns=32, programs_per_sm=2)
+    if op == "fold32":
+        return LaunchConfig(rows=64, columns=64, programs_per_sm=2)
+    return LaunchConfig(rows=64, columns=64, programs_per_sm=3, registers=168)
+
+
+@contextmanager
+def forced(**choices: LaunchConfig | None) -> Iterator[set[str]]:
+    """Within it `lookup` answers these for their operations, in this thread: a tuner tries them.
+
+    Yields the operations that were looked up, as a set that grows.
+    """
+    asked: set[str] = set()
+    token = _forced.set(({**_forced.get()[0], **choices}, asked))
+    try:
+        yield asked
+    finally:
+        _forced.reset(token)
+
+
+def use_tables(folder: Path | None) -> None:
+    """Prefer the tables of `folder` to those that are shipped; None goes back to these alone."""
+    folders = [_SHIPPED] if folder is None else [folder, _SHIPPED]
+    if folders == _folders:
+        return
+    _folders[:] = folders
+    for read in (_tables, _table, _direct_limits):
+        read.cache_clear()
 
 
 @lru_cache
-def _table(device: str) -> _Table:
-    path = Path(__file__).parent / "tables" / f"{device}.json"
-    if not path.exists():
-        return {}
-    entries = json.loads(path.read_text(encoding="utf-8"))["choices"]
-    return {
-        key: [(int(limit), c and LaunchConfig(**c)) for limit, c in choices]
-        for key, choices in entries.items()
-    }
+def _table(device: str) -> Choices:
+    return {key: steps for table in _tables(device) for key, steps in table.choices.items()}
+
+
+@lru_cache
+def _direct_limits(device: str) -> dict[str, int]:
+    return {key: batch for table in _tables(device) for key, batch in table.direct_up_to.items()}
+
+
+@lru_cache
+def _tables(device: str) -> list[Table]:
+    """Those of every folder that has one for `device`; the last that has a key decides."""
+    paths = (folder / file_name(device) for folder in reversed(_folders))
+    return [read_table(path) for path in paths if path.exists()]

@@ -38,7 +38,17 @@ def _from_units(x, WARPS: tl.constexpr, CHUNKS: tl.constexpr):
     return x.permute(1, 0, 2, 3, 5, 4, 6).reshape(16 * WARPS, CHUNKS, 32)
 
 
-@triton.jit
+@triton.jit(
+    # Read a word at a time, or only counted with, so that knowing more would gain nothing; and one
+    # kernel serves the fold of all layers and of one.
+    do_not_specialize=[
+        "stride_a_layer", "stride_row_dt_layer", "stride_row_dt_page", "stride_row_dt_row",
+        "stride_table_b", "pages", "num_layers",
+    ],
+    do_not_specialize_on_alignment=[
+        "a_ptr", "row_dt_ptr", "source_ptr", "target_ptr", "rows_ptr", "table_ptr", "count_ptr",
+    ],
+)  # fmt: skip
 def _fold_kernel(
     out_ptr, out_low_ptr, in_ptr, in_low_ptr,
     a_ptr, row_x_ptr, row_b_ptr, row_dt_ptr,

@@ -27,7 +27,16 @@ from ..launch.config import LaunchConfig
 __all__ = ["fused"]
 
 
-@triton.jit
+@triton.jit(
+    # Read a word at a time, or only counted with, so that knowing more would gain nothing.
+    do_not_specialize=[
+        "stride_dt_b", "stride_row_dt_page", "stride_row_dt_row", "stride_table_b", "pages",
+    ],
+    do_not_specialize_on_alignment=[
+        "dt_ptr", "a_ptr", "d_skip_ptr", "dt_bias_ptr", "row_dt_ptr",
+        "page_ptr", "history_ptr", "window_ptr", "table_ptr",
+    ],
+)  # fmt: skip
 def _fused_kernel(
     y_ptr, plane_ptr, x_ptr, dt_ptr, b_ptr, c_ptr, z_ptr,
     a_ptr, d_skip_ptr, dt_bias_ptr,

@@ -15,6 +15,7 @@ COMMANDS: dict[str, str] = {
     "bench": "Time decode steps on this machine's GPU, against installed peers.",
     "demo": "Decode small hybrid models by replay and check every token.",
     "describe": "Say which layers of a model recur or attend, and what a sequence costs.",
+    "tune": "Measure launch choices on this machine's GPU, and write them as a launch table.",
 }
 """Commands and their one-line help; command ``x`` is the function ``x`` of module ``x``."""
 

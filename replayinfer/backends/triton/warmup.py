@@ -1,0 +1,129 @@
+"""Compiles and loads the kernels of a plan of no sequences, by launching them on its pads.
+
+Triton compiles a kernel anew for other dtypes, other constants, and for arguments that become 1,
+divisible by 16 or aligned to 16 bytes, or cease to be. The launches here have the plan, the pool
+and the layers of later steps, and inputs as their caller lays them out, so theirs are the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from ...planner import Plan
+from ...pools import StatePool
+from ..base import Backend
+
+__all__ = ["calls", "warmup"]
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def warmup(
+    backend: Backend,
+    pool: StatePool,
+    plan: Plan,
+    inputs: Sequence[Tensors] | None,
+    conv: Sequence[Tensors] | None,
+) -> None:
+    """Call every operation of `backend` that a step like `plan` calls; see `Backend.warmup`."""
+    for _, call in calls(backend, pool, plan, inputs, conv):
+        call()
+
+
+def calls(
+    backend: Backend,
+    pool: StatePool,
+    plan: Plan,
+    inputs: Sequence[Tensors] | None,
+    conv: Sequence[Tensors] | None,
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The operations of a step like `plan`, by name, in every layer.
+
+    All layers, because one layer's part of a tensor may be aligned and the next one's not.
+    """
+    steps = list(_steps(pool, plan, inputs))
+    convolutions = list(_convolutions(pool, plan, conv))
+    readout = "direct" if plan.direct else "readout"
+    no_rows = [-1] * pool.sizes.pages_per_sequence
+
+    yield "fold", partial(backend.fold, pool, plan)
+    for layer in range(len(pool.layers)):
+        for x, out in convolutions:
+            yield "conv", partial(backend.conv, pool, plan, layer, x, out)
+        for tokens, out in steps:
+            yield readout, partial(getattr(backend, readout), pool, plan, layer, tokens, out)
+        yield "materialize", partial(backend.materialize, pool, layer, 0, no_rows, 0)
+
+
+def _steps(
+    pool: StatePool, plan: Plan, examples: Sequence[Tensors] | None
+) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Inputs and output of readouts."""
+    shape = [getattr(pool.spec, d) for d in pool.spec.output_dims]
+    if examples is not None:
+        for example in examples:
+            tokens = {name: _like(value, plan) for name, value in example.items() if name != "out"}
+            yield tokens, _output(pool, plan, shape, example)
+        return
+    fields = pool.spec.input_fields
+    outputs = [_zeros(plan, shape, dtype, pool.device) for dtype in _dtypes(pool)]
+    gates = [f.name for f in fields if f.kind == "gate"]
+    for choice in itertools.product(_dtypes(pool), repeat=len(gates)):
+        dtypes = dict(zip(gates, choice, strict=True))
+        every = {
+            f.name: _zeros(
+                plan, [getattr(pool.spec, d) for d in f.dims],
+                dtypes.get(f.name, pool.dtype), pool.device,
+            )
+            for f in fields
+        }  # fmt: skip
+        required = {f.name: every[f.name] for f in fields if not f.optional}
+        for tokens in (required, every) if len(every) > len(required) else (required,):
+            for out in outputs:
+                yield tokens, out
+
+
+def _convolutions(
+    pool: StatePool, plan: Plan, examples: Sequence[Tensors] | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Input and output of convolutions."""
+    if not pool.spec.conv_width:
+        return
+    shape = [pool.spec.conv_channels]
+    if examples is not None:
+        for example in examples:
+            yield _like(example["x"], plan), _output(pool, plan, shape, example)
+        return
+    x = _zeros(plan, shape, pool.dtype, pool.device)
+    for dtype in _dtypes(pool):
+        yield x, _zeros(plan, shape, dtype, pool.device)
+
+
+def _dtypes(pool: StatePool) -> list[torch.dtype]:
+    """Of gates and outputs where no example says which: the pool's and float32."""
+    return list(dict.fromkeys((pool.dtype, torch.float32)))
+
+
+def _output(pool: StatePool, plan: Plan, shape: Sequence[int], example: Tensors) -> torch.Tensor:
+    if "out" in example:
+        return _like(example["out"], plan)
+    return _zeros(plan, shape, pool.dtype, pool.device)
+
+
+def _zeros(
+    plan: Plan, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.zeros((plan.bucket, plan.window, *shape), dtype=dtype, device=device)
+
+
+def _like(example: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """A tensor for `plan` with the strides and the alignment of `example`, in its own memory."""
+    sizes, strides = (plan.bucket, plan.window, *example.shape[2:]), example.stride()
+    offset = example.data_ptr() % 16 // example.element_size()
+    extent = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+    memory = torch.zeros(offset + extent + 1, dtype=example.dtype, device=example.device)
+    return memory.as_strided(sizes, strides, offset)

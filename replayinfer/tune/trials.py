@@ -1,0 +1,214 @@
+"""Trials on a GPU: pools in their steady state, results held against the rule's, graphs timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ..backends.triton import TritonBackend
+from ..bench.timing import capture, interleaved
+from ..bench.work import make_tokens, make_weights
+from ..errors import UnsupportedError
+from ..planner import HostPlanner, Plan
+from ..pools import StatePool
+from ..testing import initial_states
+from .choose import Choices, Part
+from .run import TuneCase
+
+__all__ = ["GraphTrials", "World", "disagreement"]
+
+_COLD_BYTES = 512 << 20  # states of all layers together, so that no layer finds its own in the L2
+_CHECKED_BATCH = 128  # what is compared fits into memory a few times over
+
+
+class GraphTrials:
+    """See `Trials`: correctness on two layers and at most 128 sequences, times on cold layers."""
+
+    def __init__(self, case: TuneCase, device: torch.device, rule: Choices) -> None:
+        self._case, self._device, self._rule = case, device, rule
+        self._wanted: dict[Part, dict[str, torch.Tensor]] = {}
+
+    @cached_property
+    def _checked(self) -> World:
+        batch = min(self._case.batch, _CHECKED_BATCH)
+        return World(self._case, batch, 2, self._device, self._rule)
+
+    @cached_property
+    def _timed(self) -> World:
+        case = self._case
+        state = case.batch * math.prod(case.spec.state_shape) * 4
+        layers = max(4, min(40, -(-_COLD_BYTES // state)))
+        return World(case, case.batch, layers, self._device, self._rule)
+
+    def asked(self, part: Part, choices: Choices) -> set[str]:
+        """Which choices `part` looks up; see `Trials`."""
+        from replayinfer.kernels.launch.dry import dry_launches
+        from replayinfer.kernels.launch.lookup import forced
+
+        with forced(**choices) as ops, dry_launches():
+            self._checked.launches[part]()
+        return ops
+
+    def wrong(self, part: Part, choices: Choices) -> str | None:
+        """What is wrong with `choices`, or None; see `Trials`."""
+        world = self._checked
+        if part not in self._wanted:
+            self._wanted[part] = world.results(part, self._rule)
+        try:
+            got = world.results(part, choices)
+        except Exception as error:  # a candidate that this device or compiler does not take
+            if "out of memory" in str(error).lower():
+                raise
+            world.wait()  # raises again where the device itself is in trouble
+            return f"it cannot be launched ({(str(error).strip() or repr(error)).splitlines()[-1]})"
+        return disagreement(got, self._wanted[part])
+
+    def time(self, part: Part, arms: Mapping[int, Choices]) -> dict[int, float]:
+        """Microseconds a layer; see `Trials`."""
+        from replayinfer.kernels.launch.lookup import forced
+
+        world, graphs = self._timed, {}
+        for place, choices in arms.items():
+            with forced(**choices):
+                graphs[str(place)] = capture(world.launches[part])
+        times = interleaved(graphs)
+        return {place: times[str(place)] / world.layers for place in arms}
+
+
+class World:
+    """A pool of sequences whose histories are staggered, and the launches of one step.
+
+    Its rows were written by `capacity` steps of decoding, so they are what later steps meet.
+    """
+
+    def __init__(
+        self, case: TuneCase, batch: int, layers: int, device: torch.device, rule: Choices
+    ) -> None:
+        from replayinfer.kernels.launch.lookup import forced
+
+        spec = case.spec
+        self.layers = layers
+        self.pool = pool = StatePool(
+            spec, range(layers), batch, capacity=case.capacity, format=case.format,
+            dtype=case.dtype, device=device,
+        )  # fmt: skip
+        self.backend = backend = TritonBackend()
+        if reason := backend.supports(pool):
+            raise UnsupportedError(
+                f"model: got {spec.family} layers; allowed what the Triton kernels serve; {reason}"
+            )
+        generator = torch.Generator(device).manual_seed(0)
+        planner, handles = HostPlanner(pool), pool.alloc(batch)
+        pages = pool.device_ids(pool.cursors.checkpoint[pool.cursors.resolve(handles)])
+        self.tokens = []
+        for layer in range(layers):
+            pool.bind(layer, **make_weights(spec, case.dtype, generator))
+            pool.checkpoints.store(layer, pages, initial_states(spec, batch, generator))
+            self.tokens.append(make_tokens(spec, batch, case.dtype, generator, False))
+        self.inputs = [{n: v[:, None] for n, v in t.inputs.items()} for t in self.tokens]
+        shape = (batch, 1, *(getattr(spec, d) for d in spec.output_dims))
+        self.outputs = [torch.zeros(shape, dtype=case.dtype, device=device) for _ in self.tokens]
+        self.convolved = [torch.zeros_like(t.rows[:, None]) for t in self.tokens]
+
+        # 1..capacity rows: as many sequences fold as in any other step.
+        rows = case.capacity - np.arange(batch) * case.capacity // batch
+        with forced(**rule):
+            for step in range(case.capacity):
+                self.plan = planner.plan(handles, (step < rows).astype(np.int32), window=1)
+                planner.folded(self.plan)  # nobody folds yet
+                self._readout()
+                planner.commit(self.plan)
+        self.plan = planner.plan(handles)
+        planner.abort(self.plan)  # its arrays stay as they are
+        pool.cursors.history[pool.cursors.resolve(handles)] = 0
+        direct = HostPlanner(pool)
+        self.direct_plan: Plan = direct.plan(handles, direct=True)
+        self.launches: dict[Part, Callable[[], None]] = {
+            "readout": self._readout, "fold": self._fold, "conv": self._conv,
+            "direct": self._direct,
+        }  # fmt: skip
+
+    def results(self, part: Part, choices: Choices) -> dict[str, torch.Tensor]:
+        """What `part` writes with `choices` in force; the pool is as before then."""
+        from replayinfer.kernels.launch.lookup import forced
+
+        pool = self.pool
+        written = {"checkpoints": pool.checkpoints.storage, "rings": pool.conv.rows}
+        written |= pool.inputs.fields
+        before = {name: tensor.clone() for name, tensor in written.items()}
+        for out in (*self.outputs, *self.convolved):
+            out.fill_(math.nan)
+        try:
+            with forced(**choices):
+                self.launches[part]()
+            self.wait()
+            return self._read(part)
+        finally:
+            for name, tensor in written.items():
+                tensor.copy_(before[name])
+
+    def wait(self) -> None:
+        """Until everything launched is done."""
+        if self.pool.device.type == "cuda":
+            torch.cuda.synchronize(self.pool.device)
+
+    def _read(self, part: Part) -> dict[str, torch.Tensor]:
+        pool, found = self.pool, dict[str, torch.Tensor]()
+        outputs = self.convolved if part == "conv" else self.outputs
+        if part != "fold":
+            found |= {f"outputs of layer {i}": out.clone() for i, out in enumerate(outputs)}
+        if part in ("fold", "direct"):
+            every = torch.arange(pool.sizes.checkpoint_pages, device=pool.device)
+            # In a type whose rounding is the format's, which loses nothing of what is stored.
+            kind = torch.float32 if pool.format.lossless else pool.format.plane_dtype
+            states = (pool.checkpoints.load(i, every).to(kind) for i in range(self.layers))
+            found |= {f"states of layer {i}": state for i, state in enumerate(states)}
+        if part == "readout":
+            fields = pool.inputs.fields.items()
+            found |= {f"rows of {name}": field.flatten(0, 1).clone() for name, field in fields}
+        if part == "conv":
+            found["rings"] = pool.conv.rows.flatten(0, 1).clone()
+        return found
+
+    def _readout(self) -> None:
+        for layer in range(self.layers):
+            self.backend.readout(
+                self.pool, self.plan, layer, self.inputs[layer], self.outputs[layer]
+            )
+
+    def _fold(self) -> None:
+        self.backend.fold(self.pool, self.plan)
+
+    def _conv(self) -> None:
+        for layer in range(self.layers):
+            rows = self.tokens[layer].rows[:, None]
+            self.backend.conv(self.pool, self.plan, layer, rows, self.convolved[layer])
+
+    def _direct(self) -> None:
+        for layer in range(self.layers):
+            self.backend.direct(
+                self.pool, self.direct_plan, layer, self.inputs[layer], self.outputs[layer]
+            )
+
+
+def disagreement(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> str | None:
+    """Where two results differ by more than their rounding; None where they agree.
+
+    Each entry of the first axis (a sequence, a page) is held to it by itself: choices only change
+    the order of additions, which is worth a few units in the last place of what is stored.
+    """
+    for name, exact in want.items():
+        bound = max(4 * torch.finfo(exact.dtype).eps, 1e-5)
+        a, b = got[name].flatten(1).float(), exact.flatten(1).float()
+        if not a.numel():
+            continue
+        largest = b.abs().amax(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
+        off = (a - b).abs().amax(dim=1) / largest
+        worst = float(off.nan_to_num(math.inf).max())
+        if worst > bound:
+            return f"{name} are off by {worst:.1e}, where {bound:.1e} is rounding"
+    return None
