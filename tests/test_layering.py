@@ -49,16 +49,17 @@ SIDE = {
     "offload": core_up_to("pools"),
     "debug": core_up_to("planner"),
     "simulate": (core_up_to("wrapper") - {"backends"}) | {"cost"},
-    "tune": core_up_to("backends") | {"cost"},
+    "tune": core_up_to("backends") | {"cost", "testing"},
     "evaluate": EVERYTHING_CORE | {"cost", "testing"},
     # The oracle must not share code with a backend.
     "testing": core_up_to("wrapper") - {"backends"},
     # Lazy public names. What it names, importing it does not load.
     "": EVERYTHING_CORE | {"cost", "cache", "offload", "debug", "simulate", "tune", "evaluate"},
 }
-# These see all else, the root's public names too, and nothing sees them.
+# These see all else, the root's public names too, and nothing else sees them.
 SIDE["bench"] = SIDE["demo"] = SIDE[""] | {"", "testing"}
 SIDE["cli"] = SIDE["demo"] | {"bench", "demo"}
+SIDE["tune"] |= {"bench"}  # its timer, and what its steps decode
 SEES = {unit: core_up_to(unit) for row in CORE for unit in row} | SIDE
 SEES["wrapper"] = SEES["wrapper"] | {"cost", "debug"}  # hands the planner its threshold
 
@@ -85,7 +86,10 @@ THIRD_PARTY_OF = {
 }
 THIRD_PARTY_OF["cli"] = THIRD_PARTY | {"typer": "top", "rich": "top", "transformers": "function"}
 THIRD_PARTY_OF["demo"] = THIRD_PARTY_OF["cli"]
-THIRD_PARTY_OF["bench"] = THIRD_PARTY_OF["cli"] | {"triton": "function", "matplotlib": "function"}
+PEERS = ("sglang", "mamba_ssm", "fla", "flashinfer")  # timed where they are installed
+THIRD_PARTY_OF["bench"] = THIRD_PARTY_OF["cli"] | dict.fromkeys(
+    ("triton", "matplotlib", *PEERS), "function"
+)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""A bench report for people: a table, and a plot of speed-up over batch."""
+"""A bench report for people: a table per scope, and a plot of speed-up over batch."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,33 +11,55 @@ from ..errors import UnsupportedError
 if TYPE_CHECKING:
     from .run import BenchReport
 
-__all__ = ["markdown_table", "plot"]
+__all__ = ["kept", "markdown_table", "plot", "scopes", "shape"]
+
+_SCOPES = {
+    "ssm": "The state's step alone",
+    "mixer": "The convolution and the step, up to what the layer's gated norm reads",
+}
+
+
+def scopes(report: BenchReport) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The rows of each scope that was measured, with its title."""
+    for scope, title in _SCOPES.items():
+        if rows := [row for row in report.rows if row["scope"] == scope]:
+            yield title, rows
 
 
 def markdown_table(report: BenchReport) -> str:
-    """The rows as a Markdown table, with what made them above it."""
+    """The rows as Markdown tables, with what made them above and who was left out below."""
     ceiling = report.read_ceiling_tbps
+    peers = ", ".join(f"{name} {version}" for name, version in sorted(report.versions.items()))
     lines = [
         f"`{report.command}`",
         "",
         f"{report.device}, torch {report.torch}, triton {report.triton}, commit {report.commit}, "
-        f"{report.date}. Read ceiling {ceiling} TB/s. Microseconds per layer and step, CUDA graph, "
-        "cold L2, staggered histories, folds and prepass counted, median, arms interleaved.",
-        "",
-        "| layer | batch | format | L | ours | standard kernel | its time | ratio | bytes / "
-        "ceiling |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        f"{report.date}. Peers: {peers or 'none installed'}. Read ceiling {ceiling} TB/s. "
+        "Microseconds per layer and step, CUDA graph, cold L2, staggered histories, folds, prepass "
+        "and plan uploads counted, median, arms interleaved. The last column is the time that the "
+        "bytes of a step need at the ceiling.",
     ]
-    for row in report.rows:
-        floor = row["bytes"] / ceiling / 1e6
-        ratio = "–" if row["ratio"] is None else f"**{row['ratio']:.2f}x**"
-        theirs = "–" if row["baseline_us"] is None else f"{row['baseline_us']:.1f}"
-        lines.append(
-            f"| {shape(row)} | {row['batch']} | {row['format']} | {row['capacity']} | "
-            f"{row['ours_us']:.1f} | {row['baseline']}, {row['state_dtype']} | {theirs} | "
-            f"{ratio} | "
-            f"{floor:.1f} |"
-        )
+    for title, rows in scopes(report):
+        lines += [
+            "",
+            f"{title}:",
+            "",
+            "| layer | batch | format | L | ours | standard kernel | its time | ratio | bytes / "
+            "ceiling |",
+            "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        ]
+        for row in rows:
+            floor = row["bytes"] / ceiling / 1e6
+            ratio = "–" if row["ratio"] is None else f"**{row['ratio']:.2f}x**"
+            theirs = "–" if row["baseline_us"] is None else f"{row['baseline_us']:.1f}"
+            lines.append(
+                f"| {shape(row)} | {row['batch']} | {row['format']} | {kept(row)} | "
+                f"{row['ours_us']:.1f} | {row['baseline']}, {row['state_dtype']} | {theirs} | "
+                f"{ratio} | {floor:.1f} |"
+            )
+    if report.skipped:
+        lines += ["", "Not timed:", ""]
+        lines += [f"- {name}: {reason}" for name, reason in sorted(report.skipped.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -44,6 +67,11 @@ def shape(row: dict[str, Any]) -> str:
     """``mamba2 128 x 64 x 128, 8``: heads, dim, state, shared heads."""
     shared = row.get("groups", row.get("key_heads"))
     return f"{row['family']} {row['heads']} x {row['dim']} x {row['state']}, {shared}"
+
+
+def kept(row: dict[str, Any]) -> str:
+    """Rows before a fold, or ``direct`` where none are kept."""
+    return "direct" if row["direct"] else str(row["capacity"])
 
 
 def plot(report: BenchReport, path: Path) -> None:
@@ -66,7 +94,8 @@ def plot(report: BenchReport, path: Path) -> None:
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     series: dict[str, list[dict[str, Any]]] = {}
     for row in report.rows:
-        label = f"{shape(row)}, {row['format']}, L={row['capacity']}"
+        scope = "" if row["scope"] == "ssm" else f", {row['scope']}"
+        label = f"{shape(row)}, {row['format']}, L={row['capacity']}{scope}"
         series.setdefault(label, []).append(row)
     for label, rows in series.items():
         rows = sorted(rows, key=lambda r: int(r["batch"]))

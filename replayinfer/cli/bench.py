@@ -3,40 +3,78 @@
 from __future__ import annotations
 
 import json as json_text
-import shlex
-import sys
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from replayinfer import InputError, LayerSpec, read_config
+from replayinfer import GDNSpec, InputError, KDASpec, LayerSpec, Mamba2Spec
 
 from ..bench import BenchCase, BenchReport, run_bench
-from ..bench.report import markdown_table, plot, shape
+from ..bench.peers import Scope
+from ..bench.report import kept, markdown_table, plot, scopes
+from ..bench.report import shape as shape_of
+from ..cost import best_capacity
 from ..formats import get_format
-from ..spec.presets import PRESETS, find_preset
+from ..spec.presets import PRESETS
+from .options import command_line, integers, one_kind
 
 __all__ = ["bench"]
+
+_FAMILIES: dict[str, Callable[[int, int, int, int], LayerSpec]] = {
+    "mamba2": lambda h, d, n, shared: Mamba2Spec(heads=h, dim=d, state=n, groups=shared),
+    "gdn": lambda h, d, n, shared: GDNSpec(heads=h, dim=d, state=n, key_heads=shared),
+    "kda": lambda h, d, n, shared: KDASpec(heads=h, dim=d, state=n, key_heads=shared),
+}
+_DEFAULT_MODEL = "nemotron-3-super"
+_DIRECT = ("auto", "never", "always")
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)/(\d+)")
 
 
 def bench(
     model: Annotated[
-        str,
-        typer.Option(help=f"A config.json, a folder with one, or a name: {', '.join(PRESETS)}."),
-    ] = "nemotron-3-super",
+        str | None,
+        typer.Option(
+            help=f"A config.json, a folder with one, or a name: {', '.join(PRESETS)}; without it "
+            f"and without --shape, {_DEFAULT_MODEL}."
+        ),
+    ] = None,
     family: Annotated[
         str | None, typer.Option(help="Refuse a model of another family: mamba2, gdn or kda.")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead of a model, with --family: heads x dim x state / groups or key heads, "
+            "e.g. 128x64x128/8."
+        ),
     ] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes, comma-separated.")] = "1,8,32,128,256",
     format: Annotated[
         str, typer.Option(help="Checkpoint formats, comma-separated.")
     ] = "fp32_split,fp32,bf16",
     capacity: Annotated[
-        str, typer.Option(help="Rows before a fold (L), comma-separated; each is measured.")
-    ] = "16",
+        str,
+        typer.Option(
+            help="Rows before a fold (L), comma-separated, each is measured; auto: for each format "
+            "the power of two that moves the fewest bytes."
+        ),
+    ] = "auto",
+    mixer: Annotated[
+        bool,
+        typer.Option("--mixer", help="Also time the convolution and the step together."),
+    ] = False,
+    direct: Annotated[
+        str,
+        typer.Option(
+            help="Whether our steps move the states in place: auto (where that is faster), never "
+            "or always."
+        ),
+    ] = "auto",
     backend: Annotated[str, typer.Option(help="auto, triton or torch.")] = "auto",
     out: Annotated[
         Path | None, typer.Option(help="Write NAME.json, NAME.md and NAME.png into this folder.")
@@ -46,64 +84,71 @@ def bench(
         bool, typer.Option("--json", help="Print one JSON object, and nothing else.")
     ] = False,
 ) -> int:
-    spec = _spec(model, family)
-    formats = [get_format(f).name for f in format.split(",")]
+    spec, gated, conv_bias = _layer(model, family, shape)
+    if direct not in _DIRECT:
+        raise InputError(f"direct: got {direct!r}; allowed {', '.join(_DIRECT)}; pick one")
+    if mixer and not spec.conv_width:
+        raise InputError(
+            "mixer: got a layer without a convolution; allowed one that has it; leave --mixer out"
+        )
+    measured: tuple[Scope, ...] = ("ssm", "mixer") if mixer else ("ssm",)
     cases = [
-        BenchCase(spec, b, f, length, backend=backend)
-        for f in formats
-        for length in _integers("capacity", capacity)
-        for b in _integers("batch", batch)
-    ]
+        BenchCase(
+            spec, b, f, length, backend=backend, scope=scope, gated=gated, conv_bias=conv_bias,
+            direct=cast(Any, direct),
+        )
+        for scope in measured
+        for f in [get_format(f).name for f in format.split(",")]
+        for length in (
+            [best_capacity(spec, f)] if capacity == "auto" else integers("capacity", capacity)
+        )
+        for b in integers("batch", batch)
+    ]  # fmt: skip
+    layer = shape.replace("/", "-") if shape else Path(model or _DEFAULT_MODEL).name
+    file_name = name or f"{spec.family}-{layer}"
     console = Console(stderr=True)
     done = iter(range(1, len(cases) + 1))
 
-    def progress(case: BenchCase, row: dict[str, Any]) -> None:
+    def progress(case: BenchCase, row: dict[str, Any], report: BenchReport) -> None:
         ratio = "" if row["ratio"] is None else f", {row['ratio']:.2f}x {row['baseline']}"
         console.print(
-            f"[{next(done)}/{len(cases)}] batch {case.batch}, {case.format}, L={case.capacity}: "
-            f"{row['ours_us']:.1f} us{ratio}",
+            f"[{next(done)}/{len(cases)}] {case.scope}, batch {case.batch}, {case.format}, "
+            f"L={kept(row)}: {row['ours_us']:.1f} us{ratio}",
             markup=False, highlight=False,
         )  # fmt: skip
+        if out is not None:  # after every row: a run that is cut short keeps what it measured
+            _write(report, out, file_name)
 
-    command = "replayinfer " + shlex.join(["bench", *_arguments()])
-    report = run_bench(cases, command=command, progress=progress)
+    report = run_bench(cases, command=command_line("bench"), progress=progress)
+    for peer, reason in sorted(report.skipped.items()):
+        console.print(f"not timed: {peer}: {reason}", markup=False, highlight=False)
     if out is not None:
-        _write(report, out, name or f"{spec.family}-{Path(model).name}")
+        plot(report, out / f"{file_name}.png")
     if json:
         print(json_text.dumps(report.as_dict(), allow_nan=False))
     else:
-        Console().print(_table(report))
+        for table in _tables(report):
+            Console().print(table)
     return 0
 
 
-def _spec(model: str, family: str | None) -> LayerSpec:
-    preset = find_preset(model)
-    layers = preset.read() if preset else read_config(model)
-    specs = {spec for spec in layers.ssm.values() if family in (None, spec.family)}
-    if len(specs) != 1:
-        kinds = sorted({s.family for s in layers.ssm.values()}) or ["none"]
-        raise InputError(
-            f"family: got {family!r} for {model}, whose recurrent layers are {', '.join(kinds)}; "
-            "allowed one kind of layer; name it with --family"
-        )
-    (spec,) = specs
-    return spec
-
-
-def _integers(option: str, text: str) -> list[int]:
-    try:
-        values = [int(part) for part in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1:
-        raise InputError(
-            f"{option}: got {text!r}; allowed integers >= 1, comma-separated; e.g. 1,32,256"
-        )
-    return values
-
-
-def _arguments() -> list[str]:
-    return sys.argv[2:] if len(sys.argv) > 1 and sys.argv[1] == "bench" else []
+def _layer(
+    model: str | None, family: str | None, shape: str | None
+) -> tuple[LayerSpec, bool, bool]:
+    """The layer to time, whether its readout takes `z`, whether its convolution has a bias."""
+    if family not in (None, *_FAMILIES):
+        raise InputError(f"family: got {family!r}; allowed {', '.join(_FAMILIES)}; pick one")
+    if shape is not None:
+        sizes = _SHAPE.fullmatch(shape)
+        if family is None or model is not None or sizes is None:
+            raise InputError(
+                f"shape: got {shape!r} with family {family!r} and model {model!r}; allowed HEADSx"
+                "DIMxSTATE/SHARED with --family and without --model; e.g. --family mamba2 --shape "
+                "128x64x128/8"
+            )
+        return _FAMILIES[family](*map(int, sizes.groups())), False, True
+    layers, spec = one_kind(model or _DEFAULT_MODEL, family)
+    return spec, layers.gate_in_readout, layers.conv_bias
 
 
 def _write(report: BenchReport, folder: Path, name: str) -> None:
@@ -111,18 +156,20 @@ def _write(report: BenchReport, folder: Path, name: str) -> None:
     text = json_text.dumps(report.as_dict(), indent=1, allow_nan=False)
     (folder / f"{name}.json").write_text(text + "\n")
     (folder / f"{name}.md").write_text(markdown_table(report))
-    plot(report, folder / f"{name}.png")
 
 
-def _table(report: BenchReport) -> Table:
-    table = Table(title=f"{report.device}, read ceiling {report.read_ceiling_tbps} TB/s")
-    for column in ("layer", "batch", "format", "L", "us", "standard", "us", "ratio"):
-        table.add_column(column)
-    for row in report.rows:
-        theirs = "" if row["baseline_us"] is None else f"{row['baseline_us']:.1f}"
-        ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}x"
-        table.add_row(
-            shape(row), str(row["batch"]), row["format"], str(row["capacity"]),
-            f"{row['ours_us']:.1f}", row["baseline"], theirs, ratio,
-        )  # fmt: skip
-    return table
+def _tables(report: BenchReport) -> Iterator[Table]:
+    for title, rows in scopes(report):
+        table = Table(
+            title=f"{title}; {report.device}, read ceiling {report.read_ceiling_tbps} TB/s"
+        )
+        for column in ("layer", "batch", "format", "L", "us", "standard", "us", "ratio"):
+            table.add_column(column)
+        for row in rows:
+            theirs = "" if row["baseline_us"] is None else f"{row['baseline_us']:.1f}"
+            ratio = "" if row["ratio"] is None else f"{row['ratio']:.2f}x"
+            table.add_row(
+                shape_of(row), str(row["batch"]), row["format"], kept(row),
+                f"{row['ours_us']:.1f}", row["baseline"], theirs, ratio,
+            )  # fmt: skip
+        yield table

@@ -6,12 +6,14 @@ import json as json_text
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from replayinfer import InputError
 
 from ..demo.configs import DEFAULT_MODELS, MODELS
 from ..demo.run import DemoOptions
+from .interpreter import interpret_without_gpu
 
 __all__ = ["demo"]
 
@@ -38,6 +40,9 @@ def demo(
     policy: Annotated[
         str, typer.Option(help="When to fold early: full (never) or spread.")
     ] = _DEFAULTS.policy,
+    device: Annotated[
+        str, typer.Option(help="cpu, cuda, or auto: the GPU where --backend triton finds one.")
+    ] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the models' weights.")] = _DEFAULTS.seed,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object a model, and nothing else.")
@@ -50,9 +55,12 @@ def demo(
 
     if model is not None and model not in MODELS:
         raise InputError(f"model: got {model!r}; allowed {', '.join(MODELS)}; pick one")
+    if device == "auto":
+        device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    interpret_without_gpu(backend)
     options = DemoOptions(
         format=format, capacity=capacity, prompts=prompts, tokens=tokens, backend=backend,
-        policy=policy, seed=seed, files=tuple(files or ()),
+        policy=policy, device=device, seed=seed, files=tuple(files or ()),
     )  # fmt: skip
     results = []
     with live_progress(Console(stderr=True)) as progress_of:

@@ -76,7 +76,7 @@ def generate(
 
     everything = list(range(model.config.vocab_size))
     output = model.generate(
-        torch.tensor([list(prompt)]),
+        torch.tensor([list(prompt)], device=model.device),
         max_new_tokens=tokens,
         do_sample=False,
         use_cache=True,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..checks import positive_int
+from ..checks import positive_int, usable_device
 from ..formats import get_format
 from .models import build_model
 from .prompts import load_prompts
@@ -36,6 +36,8 @@ class DemoOptions:
         As in `StatePool` and `ReplayDecodeWrapper`.
     prompts, tokens : int
         How many prompts, and how many tokens to decode for each.
+    device : str
+        Where the model and its pools are.
     seed : int
         Of the weights.
     files : tuple of Path
@@ -48,11 +50,13 @@ class DemoOptions:
     tokens: int = 128
     backend: str = "auto"
     policy: str = "full"
+    device: str = "cpu"
     seed: int = 0
     files: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         get_format(self.format)
+        usable_device(self.device)
         for name in ("capacity", "prompts", "tokens"):
             positive_int(name, getattr(self, name))
         positive_int("seed", self.seed, minimum=0)
@@ -101,11 +105,11 @@ def run_model(name: str, options: DemoOptions, progress: Progress) -> DemoResult
     rounded formats they follow the reference, and logits must agree within `logit_bound`.
     """
     prompts = load_prompts(options.prompts, options.files)
-    with quiet_peer(), _one_thread():
+    with quiet_peer(), _one_thread(), _float32_convolutions():
         from replayinfer.integrations.transformers import ReplayEngine
 
         began = time.perf_counter()
-        model = build_model(name, options.seed)
+        model = build_model(name, options.seed).to(options.device)
         schedule = Schedule.of(len(prompts), options.tokens)
         engine = ReplayEngine(
             model,
@@ -265,3 +269,14 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _float32_convolutions() -> Iterator[None]:
+    """No TF32, which cuDNN takes by itself: `FP32_BOUND` is between two float32 programs."""
+    before = torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32 = before

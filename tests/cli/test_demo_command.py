@@ -92,6 +92,7 @@ def test_files_as_arguments(capsys, tmp_path):
         (["demo", "--model", "gpt"], "model: got 'gpt'; allowed nemotron_h, qwen3_next"),
         (["demo", "--format", "fp8"], "format: got 'fp8'"),
         (["demo", "--backend", "nobody"], "backend: got 'nobody'"),
+        (["demo", "--device", "warp"], "device: got 'warp'"),
         (["demo", "--policy", "never"], "policy: got 'never'"),
         (["demo", "no/such/file"], "file: got 'no/such/file'"),
     ],
@@ -140,7 +141,7 @@ def test_help_imports_no_command():
 def test_a_commands_help(capsys):
     assert run(["demo", "--help"]) == 0
     out = capsys.readouterr().out
-    names = ("model", "format", "capacity", "prompts", "tokens", "backend", "json")
+    names = ("model", "format", "capacity", "prompts", "tokens", "backend", "device", "json")
     assert all(f"--{name}" in out for name in names)
     assert all(name in " ".join(out.split()) for name in MODELS)
 

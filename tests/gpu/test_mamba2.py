@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 
 import numpy as np
 import pytest
@@ -13,15 +15,17 @@ pytest.importorskip("triton")
 from replayinfer.kernels.launch import lookup as launch
 
 from ..kernels.pair import Case, Pair
+from .layouts import Slices, WideIds, WideSlices
 
 pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
 BASE = Case(
     heads=8, dim=64, state=128, groups=2, capacity=11, page_rows=4, batch=5, pads=2, steps=26,
     layers=2,
 )  # fmt: skip
 MEASURED = {
     (key.split()[0], config)
-    for key, choices in launch._table("nvidia_h200").items()
+    for key, choices in launch._table("NVIDIA H200").items()
     for _, config in choices
     if config
 }
@@ -117,10 +121,46 @@ def test_pages_past_two_to_the_31_elements(rng, monkeypatch):
             case, rng, "cuda", checkpoint_pages=pages, input_pages=row_pages, before=take_low_pages
         )
         pool = pair.worlds[1][0]
-        assert pool.cursors.checkpoint[pool.cursors.live].min() * page > 2**31
+        assert int(pool.cursors.checkpoint[pool.cursors.live].min()) * page > 2**31
         pair.decode().check()
         del pair
         torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize("layout", [WideIds, Slices, WideSlices])
+@pytest.mark.parametrize("case", vary(format=["fp32_split", "bf16"], z=[True]), ids=str)
+def test_wide_ids_and_slices_of_a_projection(case, layout, fused, rng, monkeypatch):
+    force(monkeypatch, fused)
+    pair = Pair(case, rng, DEVICE)
+    pair.worlds[1][2].backend = layout()
+    pair.decode().check()
+
+
+def dead_rows(pool, sequences, page_rows):
+    """Pages and rows in them, as two lists, that hold no committed row of any sequence."""
+    dead = set(itertools.product(range(pool.sizes.input_pages), range(page_rows)))
+    for sequence in sequences:
+        (slot,) = pool.cursors.resolve([sequence])
+        for row in range(pool.history(sequence)):
+            dead.remove((int(pool.cursors.table[slot, row // page_rows]), row % page_rows))
+    return map(list, zip(*dead, strict=True))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize("format", ["fp32", "fp32_split"])
+def test_nothing_dead_is_read(format, fused, rng, monkeypatch):
+    """Rows past the history, free pages and inputs of pads turn NaN again before every step."""
+    force(monkeypatch, fused)
+    pair = Pair(dataclasses.replace(BASE, format=format), rng, DEVICE)
+    case, (pool, sequences, _) = pair.case, pair.worlds[1]
+    for step in range(case.steps):
+        pages, rows = dead_rows(pool, sequences, case.page_rows)
+        for world, *_ in pair.worlds:
+            for field in world.inputs.fields.values():
+                field[:, pages, rows] = float("nan")
+        pair.step([int((step + i) % 4 != 3) for i in range(case.batch)])
+    pair.check()
 
 
 def test_a_captured_step_is_the_same_step(rng, monkeypatch):
@@ -157,3 +197,21 @@ def test_a_captured_step_is_the_same_step(rng, monkeypatch):
             assert torch.equal(out, eager)
             plan.layers_run.update(pool.layers)
             wrapper.commit()
+
+
+@pytest.mark.parametrize("format", ["fp32", "fp32_split"])
+def test_the_demo_decodes_on_the_gpu(format, capsys):
+    pytest.importorskip("typer")
+    pytest.importorskip("transformers")
+    from replayinfer.cli.app import run
+
+    arguments = ["--model", "nemotron_h", "--backend", "triton", "--format", format]
+    assert (
+        run(["demo", *arguments, "--prompts", "3", "--tokens", "24", "--capacity", "5", "--json"])
+        == 0
+    )
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert (result["backend"], result["ok"], result["pages_leaked"]) == ("triton", True, 0)
+    assert result["folds"] > 3
+    assert "interpreter" not in err
