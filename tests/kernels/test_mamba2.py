@@ -10,9 +10,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from replayinfer import Mamba2Spec, StatePool
+from replayinfer import InputError, Mamba2Spec, StatePool
 from replayinfer.backends.triton import TritonBackend
 from replayinfer.kernels.launch import lookup as launch
+from replayinfer.testing import mamba2_inputs
 
 from .pair import Case, Pair
 
@@ -91,3 +92,23 @@ def test_real_head_sizes(rng, monkeypatch):
 def test_says_what_it_does_not_serve():
     pool = StatePool(Mamba2Spec(heads=2, dim=4, state=5), [0], 1)
     assert "state=5" in (TritonBackend().supports(pool) or "")
+
+
+@pytest.mark.parametrize("odd", ["address", "stride"])
+def test_refuses_pairs_that_lie_across_words(odd, rng, monkeypatch):
+    force(monkeypatch, dataclasses.replace(BASE, fused=False))
+    pool, sequences, wrapper = Pair(BASE, rng).worlds[1]
+    bucket, spec = len(sequences), pool.spec
+    inputs = mamba2_inputs(spec, 1, bucket, torch.bfloat16, rng)
+    packed = torch.zeros(bucket, 1, spec.groups * spec.state + (2 if odd == "address" else 1))
+    packed = packed.to(torch.bfloat16)
+    values = packed[..., 1:-1] if odd == "address" else packed[..., :-1]
+    inputs["B"] = values.view(bucket, 1, spec.groups, spec.state)
+    wrapper.plan(sequences)
+    wrapper.fold()
+    rows = {name: field.clone() for name, field in pool.inputs.fields.items()}
+    with pytest.raises(InputError, match="B: got bf16 at an address"):
+        wrapper.run(2, **inputs)
+    for name, field in pool.inputs.fields.items():
+        assert torch.equal(field.nan_to_num(), rows[name].nan_to_num())
+    wrapper.abort()

@@ -10,7 +10,7 @@ import torch
 from ...planner import Plan
 from ...planner.plan import PlanArrays
 from ...pools import StatePool
-from .workspace import FoldArrays, Workspaces, config, has_pdl, processors
+from .workspace import FoldArrays, Workspaces, config, has_pdl, processors, require_pairs
 
 __all__ = ["fold", "readout"]
 
@@ -74,9 +74,10 @@ def readout(
             capacity=pool.capacity, **gate, pdl=pdl, config=whole,
         )  # fmt: skip
         return
+    require_pairs(B=b, C=c)
     depth = max(16, 1 << (pool.capacity - 1).bit_length())
-    weight = workspaces.get("weight", (plan.bucket, spec.heads, depth), pool.device)
-    scale = workspaces.get("scale", (plan.bucket, spec.heads, 2), pool.device)
+    weight = workspaces.get(arrays, "weight", plan.bucket, spec.heads, depth)
+    scale = workspaces.get(arrays, "scale", plan.bucket, spec.heads, 2)
     prepass(
         weight, scale, dt, b, c, a, d_skip, dt_bias, row_b, row_dt,
         arrays.history, arrays.window, arrays.table,

@@ -7,30 +7,44 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
+from ...errors import InputError
+from ...planner.plan import PlanArrays
 from ...pools import StatePool
 
-__all__ = ["FoldArrays", "Workspaces", "config", "has_pdl", "processors", "single_fold"]
+__all__ = [
+    "FoldArrays",
+    "Workspaces",
+    "config",
+    "has_pdl",
+    "processors",
+    "require_pairs",
+    "single_fold",
+]
 
 
 class Workspaces:
-    """Scratch tensors by name and shape; one each, at an address that never moves."""
+    """Scratch tensors of plans: one each per plan buffer, at an address that never moves.
+
+    Steps that share a plan buffer run one after another, so they can share scratch memory; steps of
+    two planners may overlap on two streams. The memory goes with the plan buffer.
+    """
 
     def __init__(self) -> None:
-        self._tensors: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._of_plan = WeakIdKeyDictionary()
 
     def get(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        device: torch.device,
-        dtype: torch.dtype = torch.float32,
+        self, arrays: PlanArrays, name: str, *shape: int, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
         """The tensor of that name and shape; zeros when it is new."""
-        key = (name, shape, device, dtype)
-        if key not in self._tensors:
-            self._tensors[key] = torch.zeros(shape, device=device, dtype=dtype)
-        return self._tensors[key]
+        owner = arrays.window
+        scratch = self._of_plan.setdefault(owner, {})
+        key = (name, shape, dtype)
+        if key not in scratch:
+            scratch[key] = torch.zeros(shape, device=owner.device, dtype=dtype)
+        tensor: torch.Tensor = scratch[key]
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -51,6 +65,23 @@ def single_fold(device: torch.device, page: int, table: list[int], rows: int) ->
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     return FoldArrays(ints([page]), ints([0]), ints([rows]), ints([table]), ints([1]))
+
+
+def require_pairs(**tensors: torch.Tensor) -> None:
+    """Raise unless kernels may read each tensor's last axis as pairs of 16-bit values.
+
+    Raises
+    ------
+    InputError
+        A bf16 tensor that starts at an odd multiple of 2 bytes, or has such a stride.
+    """
+    for name, t in tensors.items():
+        if t.dtype == torch.bfloat16 and (t.data_ptr() % 4 or any(s % 2 for s in t.stride()[:-1])):
+            raise InputError(
+                f"{name}: got bf16 at an address {t.data_ptr() % 4} bytes past a multiple of 4, "
+                f"strides {list(t.stride())}; allowed multiples of 4 bytes for both, since its "
+                "channels are read in pairs; pass a view at an even offset, or a contiguous copy"
+            )
 
 
 def config(pool: StatePool, op: str, bucket: int) -> Any:
