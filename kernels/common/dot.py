@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["dot_exact"]
+from .split import round_to
+
+__all__ = ["add_products", "bf16_terms", "dot_exact", "dot_terms", "narrow", "upper_half"]
 
 
 @triton.jit
@@ -30,3 +32,74 @@ def dot_exact(a, b, INTERPRET: tl.constexpr):
         return tl.dot(high, b, out)
     else:
         return tl.dot(a, b.to(tl.float32), input_precision="tf32x3")
+
+
+@triton.jit
+def narrow(x, INTERPRET: tl.constexpr):
+    """float32 `x` rounded to an operand of the matrix units: bf16, in the interpreter widened."""
+    if INTERPRET:
+        return round_to(x, tl.bfloat16).to(tl.float32)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def upper_half(x, INTERPRET: tl.constexpr):
+    """The upper 16 bits of float32 `x` as an operand of the matrix units, and as float32."""
+    bits = x.to(tl.int32, bitcast=True)
+    value = (bits & -65536).to(tl.float32, bitcast=True)
+    if INTERPRET:
+        return value, value
+    else:
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), value
+
+
+@triton.jit
+def bf16_terms(x, INTERPRET: tl.constexpr):
+    """Three operands of the matrix units that add up to `x`; a bf16 `x` is one by itself.
+
+    Cut, not rounded: a cut is a mask and a byte permutation, and three times 8 bits hold all 24.
+    """
+    if x.dtype == tl.bfloat16:
+        if INTERPRET:
+            return (x.to(tl.float32),)
+        else:
+            return (x,)
+    else:
+        x = x.to(tl.float32)
+        high, value = upper_half(x, INTERPRET)
+        rest = x - value
+        middle, value = upper_half(rest, INTERPRET)
+        return high, middle, narrow(rest - value, INTERPRET)
+
+
+@triton.jit
+def dot_terms(a, b):
+    """``a @ b`` in float32 from the terms of both; three by three drop what is below 2^-23."""
+    # Smallest first, so that the accumulation keeps them.
+    if len(b) == 1:
+        out = tl.dot(a[2], b[0], input_precision="ieee")
+        out = tl.dot(a[1], b[0], out, input_precision="ieee")
+    else:
+        out = tl.dot(a[2], b[0], input_precision="ieee")
+        out = tl.dot(a[0], b[2], out, input_precision="ieee")
+        out = tl.dot(a[1], b[1], out, input_precision="ieee")
+        out = tl.dot(a[1], b[0], out, input_precision="ieee")
+        out = tl.dot(a[0], b[1], out, input_precision="ieee")
+    return tl.dot(a[0], b[0], out, input_precision="ieee")
+
+
+@triton.jit
+def add_products(large, small, a, b):
+    """`dot_terms` for parts of a longer sum: products of first terms in one sum, others in another.
+
+    So every small product meets a small sum, in whatever order the parts come.
+    """
+    small = tl.dot(a[2], b[0], small, input_precision="ieee")
+    if len(b) == 3:
+        small = tl.dot(a[0], b[2], small, input_precision="ieee")
+        small = tl.dot(a[1], b[1], small, input_precision="ieee")
+    small = tl.dot(a[1], b[0], small, input_precision="ieee")
+    if len(b) == 3:
+        small = tl.dot(a[0], b[1], small, input_precision="ieee")
+    return tl.dot(a[0], b[0], large, input_precision="ieee"), small

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..launch.config import interpreting
+
 __all__ = [
     "encode",
     "join_planes",
@@ -40,10 +42,14 @@ def join_planes(high, low):
     return bits.to(tl.float32, bitcast=True)
 
 
+# The interpreter truncates to bf16, where the hardware rounds.
+_BY_BITS = tl.constexpr(interpreting())
+
+
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):
-    """Round float32 to nearest, ties to even. By bits for bf16, where the interpreter truncates."""
-    if tl.bfloat16 == DTYPE:
+    """Round float32 to nearest, ties to even."""
+    if _BY_BITS and tl.bfloat16 == DTYPE:
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where(x != x, (bits >> 16) | 0x40, rounded)

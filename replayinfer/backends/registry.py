@@ -26,6 +26,8 @@ def _triton() -> Backend:
 # In the order `auto` tries them; factories, so that nothing is imported before it is used.
 _FACTORIES: dict[str, Callable[[], Backend]] = {"triton": _triton, "torch": _torch}
 _MADE: dict[str, Backend] = {}
+# Families whose Triton kernels have passed their tests on a GPU.
+_ON_GPU = {"mamba2"}
 
 
 def available() -> list[str]:
@@ -64,10 +66,8 @@ def select(name: str | Backend, pool: StatePool) -> Backend:
     if not isinstance(name, str):
         candidates = [name]
     elif name == "auto":
-        # Triton's interpreter is for checking kernels, so on a CPU it is only taken by name.
-        skip = "triton" if pool.device.type == "cpu" else None
         # Each is made only if those before it refuse.
-        candidates = map(_make, [n for n in _FACTORIES if n != skip])
+        candidates = map(_make, [n for n in _FACTORIES if n != "triton" or _prefer_triton(pool)])
     elif name in _FACTORIES:
         candidates = [_make(name)]
     else:
@@ -105,6 +105,12 @@ def select_prefill(name: str | PrefillBackend, pool: StatePool) -> PrefillBacken
             f"backend: got {backend.name!r}; allowed one that supports this pool; refused: {reason}"
         )
     return backend
+
+
+def _prefer_triton(pool: StatePool) -> bool:
+    """Whether ``auto`` may take it: on a CPU it is an interpreter, for checking kernels; and only
+    kernels that have been run on a GPU are taken unasked."""
+    return pool.device.type != "cpu" and pool.spec.family in _ON_GPU
 
 
 def _make(name: str) -> Backend:

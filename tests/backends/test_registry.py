@@ -1,6 +1,9 @@
 """Backends by name: what is known, what is refused and why, what `auto` takes."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from replayinfer import InputError, ReplayDecodeWrapper, StatePool, UnsupportedError, backends
 from replayinfer.backends import registry
@@ -94,3 +97,14 @@ def test_auto_that_finds_nothing_lists_every_reason(pool, monkeypatch):
 def test_an_object_is_taken_as_it_is(pool):
     mine = Named("mine")
     assert ReplayDecodeWrapper(pool, backend=mine).backend is mine
+
+
+@pytest.mark.parametrize(
+    ("device", "family", "taken"),
+    [("cuda", "mamba2", "triton"), ("cuda", "gdn", "torch"), ("cpu", "mamba2", "torch")],
+)
+def test_auto_takes_triton_only_where_it_ran_on_a_gpu(device, family, taken):
+    registry._MADE["triton"] = Named("triton")
+    pool = SimpleNamespace(device=torch.device(device), spec=SimpleNamespace(family=family))
+    assert backends.select("auto", pool).name == taken
+    assert backends.select("triton", pool).name == "triton"

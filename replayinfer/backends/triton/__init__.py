@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ...env import launch_tables
 from ...planner import Plan
 from ...pools import StatePool
-from . import mamba2
+from . import delta, mamba2
+from . import direct as direct_step
+from .warmup import warmup
 from .workspace import Workspaces, config, single_fold
 
 __all__ = ["TritonBackend"]
+
+# Each has fold and readout.
+_FAMILIES: dict[str, ModuleType] = {"mamba2": mamba2, "gdn": delta, "kda": delta}
 
 
 class TritonBackend:
@@ -30,6 +37,9 @@ class TritonBackend:
     name = "triton"
 
     def __init__(self) -> None:
+        from replayinfer.kernels.launch.lookup import use_tables
+
+        use_tables(launch_tables())
         self._workspaces = Workspaces()
 
     def supports(self, pool: StatePool) -> str | None:
@@ -42,8 +52,8 @@ class TritonBackend:
                 f"device {pool.device}; it runs on cuda, or on a CPU with TRITON_INTERPRET=1 set "
                 "before Triton is imported"
             )
-        if pool.spec.family != "mamba2":
-            return f"family {pool.spec.family!r}; its kernels serve mamba2"
+        if pool.spec.family not in _FAMILIES:
+            return f"family {pool.spec.family!r}; its kernels serve {', '.join(_FAMILIES)}"
         spec: Any = pool.spec
         if spec.state % 2:
             return f"state={spec.state}; its kernels read channels in pairs"
@@ -53,7 +63,8 @@ class TritonBackend:
 
     def fold(self, pool: StatePool, plan: Plan) -> None:
         ckpt = pool.checkpoints
-        mamba2.fold(pool, slice(None), ckpt.plane, ckpt.low, plan.arrays, plan.bucket)
+        fold = _FAMILIES[pool.spec.family].fold
+        fold(pool, slice(None), ckpt.plane, ckpt.low, plan.arrays, plan.bucket)
 
     def conv(
         self, pool: StatePool, plan: Plan, layer: int, x: torch.Tensor, out: torch.Tensor
@@ -77,7 +88,10 @@ class TritonBackend:
         inputs: Mapping[str, torch.Tensor],
         out: torch.Tensor,
     ) -> None:
-        mamba2.readout(pool, plan, layer, inputs, out, self._workspaces)
+        _FAMILIES[pool.spec.family].readout(pool, plan, layer, inputs, out, self._workspaces)
+
+    direct = staticmethod(direct_step.direct)
+    prefers_direct = staticmethod(direct_step.prefers_direct)
 
     def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
         """Nothing moves: the one node of a one-token window lies where a chain's row does."""
@@ -86,8 +100,18 @@ class TritonBackend:
         self, pool: StatePool, layer: int, page: int, table: list[int], rows: int
     ) -> torch.Tensor:
         out = torch.empty((1, 1, *pool.spec.state_shape), device=pool.device)
-        mamba2.fold(
+        _FAMILIES[pool.spec.family].fold(
             pool, slice(layer, layer + 1), out, None,
             single_fold(pool.device, page, table, rows), 1,
         )  # fmt: skip
         return out[0, 0]
+
+    def warmup(
+        self,
+        pool: StatePool,
+        plan: Plan,
+        *,
+        inputs: Sequence[Mapping[str, torch.Tensor]] | None,
+        conv: Sequence[Mapping[str, torch.Tensor]] | None,
+    ) -> None:
+        warmup(self, pool, plan, inputs, conv)

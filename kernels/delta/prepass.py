@@ -1,0 +1,224 @@
+"""Gated DeltaNet decode prepass: all about the rows that does not depend on ``dim``.
+
+::
+
+    weight_q_j = e^{g(j,t)} (k_j . q)      read_q = e^{g(0,t)}      own = k . q      and so for k
+
+with ``g(j, t)`` the sum of gates over the rows ``(j, t]``, keys and queries normalised where the
+layer does that, ``q`` scaled too. The readout takes ``q`` and ``k`` as given, so their norms are in
+``read_q`` and ``read_k``. Reads the ``k`` and ``g`` rows; writes for the readout ``weight [batch,
+heads, 2, rows]`` (q, k; live rows only) and ``scale [batch, heads, 4]`` (read_q, read_k, beta,
+own), and the token's ``k``, ``g`` and, where kept, ``beta`` row. A program is one key head of one
+sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.decay import exact_decay
+from ..common.gates import decay, log_decay, write_strength
+from ..common.pdl import launch_dependents, wait_for_previous
+from ..common.rows import row_offset
+from ..common.split import load_pairs, load_pairs_once
+from ..launch.config import LaunchConfig
+
+__all__ = ["prepass"]
+
+
+@triton.jit(
+    # Read a word at a time, or only counted with, so that knowing more would gain nothing.
+    do_not_specialize=[
+        "stride_gate_b", "stride_beta_b", "stride_row_scale_page", "stride_row_scale_row",
+        "stride_row_g_page", "stride_row_g_row", "stride_row_beta_page", "stride_row_beta_row",
+        "stride_table_b", "pages",
+    ],
+    do_not_specialize_on_alignment=[
+        "scale_ptr", "gate_ptr", "beta_ptr", "a_log_ptr", "dt_bias_ptr",
+        "row_scale_ptr", "row_g_ptr", "row_beta_ptr", "history_ptr", "window_ptr", "table_ptr",
+    ],
+)  # fmt: skip
+def _prepass_kernel(
+    weight_ptr, scale_ptr, q_ptr, k_ptr, gate_ptr, beta_ptr, a_log_ptr, dt_bias_ptr,
+    row_k_ptr, row_scale_ptr, row_g_ptr, row_beta_ptr,
+    history_ptr, window_ptr, table_ptr,
+    stride_q_b, stride_q_h, stride_k_b, stride_k_h, stride_gate_b, stride_beta_b,
+    stride_row_k_page, stride_row_k_row, stride_row_k_h,
+    stride_row_scale_page, stride_row_scale_row,
+    stride_row_g_page, stride_row_g_row, stride_row_beta_page, stride_row_beta_row,
+    stride_table_b, pages, query_scale, norm_eps,
+    KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, STATE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, SIDE: tl.constexpr, CHUNKS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    GATE: tl.constexpr, BETA: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)  # all of the grid on axis 0
+    key_head = pid % KEY_HEADS
+    b = (pid // KEY_HEADS).to(tl.int64)
+    h = key_head * RATIO + tl.arange(0, BLOCK_H)
+    in_h = tl.arange(0, BLOCK_H) < RATIO
+    j = BLOCK_J - 1 - tl.arange(0, BLOCK_J)  # from the end: sums over later rows scan forwards
+    a_log, dt_bias = 0.0, 0.0
+    if GATE != "log":
+        a_log = tl.load(a_log_ptr + h, mask=in_h, other=0.0)
+        dt_bias = tl.load(dt_bias_ptr + h, mask=in_h, other=0.0)
+    if PDL:
+        wait_for_previous()  # whatever made the inputs, or folded
+        launch_dependents()  # only now: the readout reads those before it waits for this kernel
+
+    tokens = tl.load(window_ptr + b)
+    history = tl.load(history_ptr + b)
+    table_ptr += b * stride_table_b
+    at_k = row_offset(table_ptr, j, pages, stride_row_k_page, stride_row_k_row, PAGE_ROWS)
+    at_g = row_offset(table_ptr, j + 1, pages, stride_row_g_page, stride_row_g_row, PAGE_ROWS)
+    channel = tl.arange(0, BLOCK_K)
+    q_ptr += b * stride_q_b + key_head * stride_q_h
+    k_ptr += b * stride_k_b + key_head * stride_k_h
+    new_q = tl.load(q_ptr + channel, mask=channel < STATE, other=0.0)
+    new_k = tl.load(k_ptr + channel, mask=channel < STATE, other=0.0)
+    # Pairs of channels in chunks of 64 bytes: two shuffles to a sum. SIDE as in the readout.
+    n = tl.arange(0, BLOCK_N)
+    q, q_odd, k, k_odd = (), (), (), ()
+    for c in tl.static_range(CHUNKS):
+        at = c * BLOCK_N + tl.arange(0, SIDE * BLOCK_N) % BLOCK_N
+        even, odd = load_pairs(q_ptr, at, at < STATE // 2)
+        q += (even.reshape(1, SIDE, BLOCK_N),)
+        q_odd += (odd.reshape(1, SIDE, BLOCK_N),)
+        even, odd = load_pairs(k_ptr, at, at < STATE // 2)
+        k += (even.reshape(1, SIDE, BLOCK_N),)
+        k_odd += (odd.reshape(1, SIDE, BLOCK_N),)
+    gate = tl.load(gate_ptr + b * stride_gate_b + h, mask=in_h, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + b * stride_beta_b + h, mask=in_h, other=0.0).to(tl.float32)
+    first_page = tl.load(table_ptr).to(tl.int64)
+    if tokens == 0:  # pad or empty window: the readout writes its zeros
+        return
+
+    row_k_ptr += key_head * stride_row_k_h
+    live = j < history
+    rows, rows_odd = (), ()
+    for c in tl.static_range(CHUNKS):
+        at = c * BLOCK_N + n[None, :]
+        even, odd = load_pairs_once(
+            row_k_ptr, at_k[:, None] // 2 + at, live[:, None] & (at < STATE // 2)
+        )
+        rows += (even.reshape(BLOCK_J // SIDE, SIDE, BLOCK_N),)
+        rows_odd += (odd.reshape(BLOCK_J // SIDE, SIDE, BLOCK_N),)
+    following = tl.load(
+        row_g_ptr + at_g[:, None] + h[None, :],
+        mask=(j + 1 < history)[:, None] & in_h[None, :], other=0.0,
+    )  # fmt: skip
+    first = tl.load(row_g_ptr + first_page * stride_row_g_page + h, mask=in_h, other=0.0)
+    row_norm = tl.full([BLOCK_J], 1.0, tl.float32)
+    if row_scale_ptr is not None:
+        at = row_offset(table_ptr, j, pages, stride_row_scale_page, stride_row_scale_row, PAGE_ROWS)
+        row_norm = tl.load(row_scale_ptr + at + key_head, mask=live, other=0.0)
+    here = tl.load(table_ptr + history // PAGE_ROWS).to(tl.int64)
+    tl.debug_barrier()  # keeps the loads above the arithmetic, so that all are in flight
+
+    g = log_decay(gate, a_log, dt_bias, 0.0, GATE)
+    beta = write_strength(beta, BETA)
+    seen_q = tl.zeros([BLOCK_J // SIDE, SIDE, BLOCK_N], tl.float32)
+    seen_k = tl.zeros([BLOCK_J // SIDE, SIDE, BLOCK_N], tl.float32)
+    for c in tl.static_range(CHUNKS):
+        seen_q += rows[c] * q[c]
+        seen_q += rows_odd[c] * q_odd[c]
+        seen_k += rows[c] * k[c]
+        seen_k += rows_odd[c] * k_odd[c]
+    new_qs, new_ks = new_q.to(tl.float32), new_k.to(tl.float32)
+    own = tl.sum(new_qs * new_ks, axis=0)
+    k_norm, q_norm = 1.0, query_scale
+    if row_scale_ptr is not None:
+        k_norm = tl.rsqrt(tl.sum(new_ks * new_ks, axis=0) + norm_eps)
+        q_norm = query_scale * tl.rsqrt(tl.sum(new_qs * new_qs, axis=0) + norm_eps)
+    seen_q = q_norm * tl.sum(seen_q, axis=2).reshape(BLOCK_J)
+    seen_k = k_norm * tl.sum(seen_k, axis=2).reshape(BLOCK_J)
+
+    # Sums over (j, t]: the rows' gates shifted by one, this token's in the last place, scanned from
+    # the end. Never a difference of prefix sums.
+    following = tl.where((j + 1 == history)[:, None], g[None, :], following)
+    factor = decay(tl.cumsum(following, axis=0)) * row_norm[:, None]
+    since = tl.sum(following, axis=0) + tl.where(history > 0, first, g)
+    at = b * (KEY_HEADS * RATIO) + h
+    weight_ptr += at[None, :] * (2 * BLOCK_J) + j[:, None]
+    used = in_h[None, :] & live[:, None]
+    # Overwritten by the next layer: kept in L2 until then, they need never go to memory.
+    tl.store(weight_ptr, factor * seen_q[:, None], mask=used, eviction_policy="evict_last")
+    tl.store(
+        weight_ptr + BLOCK_J, factor * seen_k[:, None], mask=used, eviction_policy="evict_last"
+    )
+    scale_ptr += at * 4
+    read = exact_decay(since)
+    tl.store(scale_ptr, read * q_norm, mask=in_h)
+    tl.store(scale_ptr + 1, read * k_norm, mask=in_h)
+    tl.store(scale_ptr + 2, beta, mask=in_h)
+    tl.store(scale_ptr + 3, tl.zeros([BLOCK_H], tl.float32) + own * q_norm * k_norm, mask=in_h)
+
+    # The token's own row goes to index `history`, which nobody reads in this step.
+    row = history % PAGE_ROWS
+    at = here * stride_row_k_page + row * stride_row_k_row
+    tl.store(row_k_ptr + at + channel, new_k, mask=channel < STATE, eviction_policy="evict_first")
+    tl.store(row_g_ptr + here * stride_row_g_page + row * stride_row_g_row + h, g, mask=in_h)
+    if row_scale_ptr is not None:
+        at = here * stride_row_scale_page + row * stride_row_scale_row
+        tl.store(row_scale_ptr + at + key_head, k_norm)
+    if row_beta_ptr is not None:
+        at = here * stride_row_beta_page + row * stride_row_beta_row
+        tl.store(row_beta_ptr + at + h, beta, mask=in_h)
+
+
+def prepass(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    gate: torch.Tensor,
+    beta: torch.Tensor,
+    a_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    row_k: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    row_g: torch.Tensor,
+    row_beta: torch.Tensor | None,
+    history: torch.Tensor,
+    window: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    gate_kind: str,
+    beta_rule: str,
+    query_scale: float,
+    norm_eps: float,
+    pdl: bool,
+    config: LaunchConfig,
+) -> None:
+    """Launch over ``[batch, ...]`` inputs of one token and one layer; see the module.
+
+    `a_log` and `dt_bias` are None where the gate is given, `row_scale` where the layer does not
+    normalise, `row_beta` where no fold needs it.
+    """
+    batch, key_heads, state = k.shape
+    ratio = gate.shape[1] // key_heads
+    rows = weight.shape[3]
+    norms = row_g if row_scale is None else row_scale
+    betas = row_g if row_beta is None else row_beta
+    block_n = min(16, triton.next_power_of_2(state // 2))
+    _prepass_kernel[(batch * key_heads,)](
+        weight, scale, q, k, gate, beta, a_log, dt_bias,
+        row_k, row_scale, row_g, row_beta,
+        history, window, table,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), gate.stride(0), beta.stride(0),
+        row_k.stride(0), row_k.stride(1), row_k.stride(2),
+        norms.stride(0), norms.stride(1),
+        row_g.stride(0), row_g.stride(1), betas.stride(0), betas.stride(1),
+        table.stride(0), table.shape[1], query_scale, norm_eps,
+        KEY_HEADS=key_heads, RATIO=ratio, STATE=state,
+        # Triton does not compile every scan of fewer values than threads.
+        BLOCK_H=max(triton.next_power_of_2(ratio), triton.cdiv(32 * config.num_warps, rows)),
+        BLOCK_K=triton.next_power_of_2(state),
+        # Each warp reads 512 bytes at a time.
+        SIDE=min(rows, 128 * config.num_warps // block_n), CHUNKS=triton.cdiv(state, 2 * block_n),
+        BLOCK_N=block_n, BLOCK_J=rows, PAGE_ROWS=row_k.shape[1],
+        GATE=gate_kind, BETA=beta_rule, PDL=pdl,
+        num_warps=config.num_warps, maxnreg=config.registers or None, launch_pdl=pdl,
+    )  # fmt: skip

@@ -1,0 +1,80 @@
+"""Gated DeltaNet and Kimi Delta Attention: plans to kernel launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...planner import Plan
+from ...pools import StatePool
+from .delta_fold import fold
+from .workspace import Workspaces, config, has_pdl, require_pairs
+
+__all__ = ["fold", "readout"]
+
+
+def readout(
+    pool: StatePool,
+    plan: Plan,
+    layer: int,
+    inputs: Mapping[str, torch.Tensor],
+    out: torch.Tensor,
+    workspaces: Workspaces,
+) -> None:
+    """One token of every sequence in one layer: one kernel for small batches, else two."""
+    from replayinfer.kernels.delta.channel_prepass import channel_prepass
+    from replayinfer.kernels.delta.fused import fused
+    from replayinfer.kernels.delta.prepass import prepass
+    from replayinfer.kernels.delta.readout import readout as stream
+
+    spec: Any = pool.spec
+    arrays = plan.arrays
+    raw, per_channel = spec.gate != "log", "state" in spec.gate_dims
+    y, plane = out[:, 0], pool.checkpoints.plane[layer]
+    q, k, v, gate, beta = (inputs[n][:, 0] for n in ("q", "k", "v", "a" if raw else "g", "b"))
+    a_log, dt_bias = (pool.weights[n][layer] if raw else None for n in ("A_log", "dt_bias"))
+    rows = {name: field[layer] for name, field in pool.inputs.fields.items()}
+    row_k, row_g, row_u = (rows[n] for n in ("k", "g", "u"))
+    row_scale, row_beta, row_v = (rows.get(n) for n in ("k_scale", "beta", "v"))
+    rules: dict[str, Any] = {
+        "gate_kind": spec.gate, "beta_rule": spec.beta,
+        "query_scale": spec.query_scale, "norm_eps": spec.norm_eps, "pdl": has_pdl(pool.device),
+    }  # fmt: skip
+    if per_channel:
+        rules["lower_bound"] = spec.lower_bound
+
+    if (whole := config(pool, "fused", plan.bucket)) is not None:
+        fused(
+            y, plane, q, k, v, gate, beta, a_log, dt_bias,
+            row_k, row_scale, row_g, row_u, row_v, row_beta,
+            arrays.page, arrays.history, arrays.window, arrays.table,
+            capacity=pool.capacity, **rules, config=whole,
+        )  # fmt: skip
+        return
+    if not per_channel:
+        require_pairs(q=q, k=k)
+    depth = max(16, 1 << (pool.capacity - 1).bit_length())
+    scratch = partial(workspaces.get, arrays)
+    weight = scratch("weight", plan.bucket, spec.heads, 2, depth)
+    scale = scratch("scale", plan.bucket, spec.heads, 4)
+    first = config(pool, "prepass", plan.bucket)
+    rest = (
+        q, k, gate, beta, a_log, dt_bias, row_k, row_scale, row_g, row_beta,
+        arrays.history, arrays.window, arrays.table,
+    )  # fmt: skip
+    if per_channel:
+        decayed = scratch("decayed", plan.bucket, spec.heads, 2, spec.state)
+        pairs = plane.element_size() == 2
+        channel_prepass(weight, scale, decayed, *rest, **rules, pairs=pairs, config=first)
+        q, k = decayed[:, :, 0], decayed[:, :, 1]
+    else:
+        prepass(weight, scale, *rest, **rules, config=first)
+    stream(
+        y, plane, weight, scale, q, k, v, row_u, row_v,
+        arrays.page, arrays.history, arrays.window, arrays.table,
+        per_channel=per_channel, pdl=has_pdl(pool.device),
+        config=config(pool, "readout", plan.bucket),
+    )  # fmt: skip

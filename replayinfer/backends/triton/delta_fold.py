@@ -1,0 +1,64 @@
+"""The fold of Gated DeltaNet and Kimi Delta Attention: a plan's fold list to one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...planner.plan import PlanArrays
+from ...pools import StatePool
+from .workspace import FoldArrays, Workspaces, config, processors
+
+__all__ = ["fold"]
+
+_workspaces = Workspaces()
+
+
+def fold(
+    pool: StatePool,
+    layers: slice,
+    out: torch.Tensor,
+    out_low: torch.Tensor | None,
+    arrays: PlanArrays | FoldArrays,
+    bucket: int,
+    workspaces: Workspaces = _workspaces,
+) -> None:
+    """Fold `layers` of the pool into `out` ``[layers, pages, heads, dim, state]``.
+
+    Notes
+    -----
+    A fold list that is not a plan's, as for `materialize`, gets its scratch memory anew.
+    """
+    from replayinfer.kernels.delta.fold import fold as launch
+    from replayinfer.kernels.delta.fold import scratch_size
+
+    spec: Any = pool.spec
+    ckpt = pool.checkpoints
+    rows = {name: field[layers] for name, field in pool.inputs.fields.items()}
+    plane, low = ckpt.plane[layers], ckpt.low
+    if low is not None:
+        plane, low = plane.view(torch.int16), low[layers]
+    if out_low is not None:
+        out = out.view(torch.int16)
+    # More rows leave fewer registers: choices of their own.
+    choice = config(pool, "fold" if pool.capacity <= 16 else "fold32", bucket)
+    programs = processors(pool.device) * choice.programs_per_sm
+    solves = spec.resolves(pool.format)
+    size = scratch_size(
+        pool.capacity, spec.state, solve=solves, per_channel="state" in spec.gate_dims
+    )
+    scratch = None
+    if size and isinstance(arrays, PlanArrays):
+        scratch = workspaces.get(arrays, "fold", programs, size)
+    elif size:
+        scratch = torch.empty((programs, size), device=pool.device)
+    launch(
+        out, out_low, plane, low,
+        rows["k"], rows.get("k_scale"), rows["g"], rows.get("beta"), rows["v" if solves else "u"],
+        arrays.fold_source, arrays.fold_target, arrays.fold_rows, arrays.fold_table,
+        arrays.fold_count, scratch,
+        capacity=pool.capacity,
+        programs=programs,
+        config=choice,
+    )  # fmt: skip
