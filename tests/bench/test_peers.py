@@ -43,7 +43,7 @@ def nobody(monkeypatch):
         (KDA, "ssm", {"sglang", "fla"}),
         (KDA, "mixer", {"sglang"}),
     ],
-    ids=str,
+    ids=lambda x: x if isinstance(x, str) else getattr(x, "family", None),
 )
 def test_whoever_is_not_there_is_said_to_be_missing(nobody, spec, scope, names):
     found, skipped, versions = ask(spec, scope)
