@@ -44,7 +44,8 @@ def _readout_kernel(
     stride_row_x_page, stride_row_x_row, stride_row_x_h,
     stride_table_b, pages,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr,
-    BLOCK_D: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+    BLOCK_D: tl.constexpr, SIDE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_J: tl.constexpr,
     PAGE_ROWS: tl.constexpr, PAIRS: tl.constexpr, HAS_Z: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
@@ -67,22 +68,35 @@ def _readout_kernel(
         tl.store(y_ptr, tl.zeros([BLOCK_D], y_ptr.dtype.element_ty), mask=in_d)
         return
 
-    # A row of the state is [CHUNKS, BLOCK_N]: chunks lie in one thread, columns in neighbours.
+    # A tile is a chunk of the rows, loaded as one vector, which leaves no choice of a layout: SIDE
+    # rows lie beside each other, the next in the same threads. Seen as [.., SIDE, BLOCK_N] it takes
+    # chunks of `C` as they are loaded, once for each of the SIDE.
     WIDTH: tl.constexpr = STATE // 2 if PAIRS else STATE
-    n = tl.arange(0, CHUNKS)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    in_n = n < WIDTH
-    in_tile = in_d[:, None, None] & in_n[None, :, :]
-    at = tl.arange(0, BLOCK_D)[:, None, None] * WIDTH + n[None, :, :]
+    r = tl.arange(0, BLOCK_D * BLOCK_N) // BLOCK_N
+    n = tl.arange(0, BLOCK_D * BLOCK_N) % BLOCK_N
+    in_rows = block * BLOCK_D + r < DIM
     plane_ptr += page * stride_plane_page + h * stride_plane_h + block * (BLOCK_D * STATE)
-    c_ptr += b * stride_c_b + h // HEADS * stride_c_g
-    # What a step reads or writes once is first to leave L2; what the prepass wrote is worth more.
     if PAIRS:
         plane_ptr = plane_ptr.to(tl.pointer_type(tl.int32))
-        state = tl.load(plane_ptr + at, mask=in_tile, other=0, eviction_policy="evict_first")
-        c, c_odd = load_pairs(c_ptr, n, in_n)
-    else:
-        state = tl.load(plane_ptr + at, mask=in_tile, other=0.0, eviction_policy="evict_first")
-        c = tl.load(c_ptr + n, mask=in_n, other=0.0).to(tl.float32)
+    c_ptr += b * stride_c_b + h // HEADS * stride_c_g
+    m = tl.arange(0, SIDE * BLOCK_N) % BLOCK_N
+    tiles, cs, cs_odd = (), (), ()
+    # What a step reads or writes once is first to leave L2; what the prepass wrote is worth more.
+    for i in tl.static_range(CHUNKS):
+        at = i * BLOCK_N + n
+        tile = tl.load(
+            plane_ptr + (r * WIDTH + at), mask=in_rows & (at < WIDTH), other=0,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+        tiles += (tile.reshape(BLOCK_D // SIDE, SIDE, BLOCK_N),)
+    for i in tl.static_range(CHUNKS):
+        at = i * BLOCK_N + m
+        if PAIRS:
+            c, c_odd = load_pairs(c_ptr, at, at < WIDTH)
+            cs_odd += (c_odd.reshape(1, SIDE, BLOCK_N),)
+        else:
+            c = tl.load(c_ptr + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+        cs += (c.reshape(1, SIDE, BLOCK_N),)
     live = j < history
     row_x_ptr += h * stride_row_x_h
     rows = tl.load(
@@ -102,12 +116,16 @@ def _readout_kernel(
     decay = tl.load(scale_ptr + at_weight * 2)
     own = tl.load(scale_ptr + at_weight * 2 + 1)
 
-    if PAIRS:
-        even, odd = unpack_pairs(state)
-        read = tl.sum(even * c[None, :, :], axis=1) + tl.sum(odd * c_odd[None, :, :], axis=1)
-    else:
-        read = tl.sum(state.to(tl.float32) * c[None, :, :], axis=1)
-    y = decay * tl.sum(read, axis=1)
+    # In one running sum for a chunk after the other: the products then cost no additions.
+    read = tl.zeros([BLOCK_D // SIDE, SIDE, BLOCK_N], tl.float32)
+    for i in tl.static_range(CHUNKS):
+        if PAIRS:
+            even, odd = unpack_pairs(tiles[i])
+            read += even * cs[i]
+            read += odd * cs_odd[i]
+        else:
+            read += tiles[i].to(tl.float32) * cs[i]
+    y = decay * tl.sum(read, axis=2).reshape(BLOCK_D)
     y += tl.sum(weight[:, None] * rows.to(tl.float32), axis=0) + own * x.to(tl.float32)
     if HAS_Z:
         z = tl.load(z_ptr + b * stride_z_b + h * stride_z_h + d, mask=in_d, other=0.0)
@@ -152,7 +170,9 @@ def readout(
         row_x.stride(0), row_x.stride(1), row_x.stride(2),
         table.stride(0), table.shape[1],
         GROUPS=groups, HEADS=heads // groups, DIM=dim, STATE=state,
-        BLOCK_D=block_d, CHUNKS=triton.next_power_of_2(triton.cdiv(width, block_n)),
+        # Each warp reads 512 bytes at a time.
+        BLOCK_D=block_d, SIDE=min(block_d, 128 * config.num_warps // block_n),
+        CHUNKS=triton.next_power_of_2(triton.cdiv(width, block_n)),
         BLOCK_N=block_n, BLOCK_J=weight.shape[2],
         PAGE_ROWS=row_x.shape[1], PAIRS=pairs, HAS_Z=z is not None, PDL=pdl,
         num_warps=config.num_warps, maxnreg=config.registers or None, launch_pdl=pdl,
