@@ -18,7 +18,7 @@ from replayinfer import GDNSpec, InputError, KDASpec, StatePool
 from replayinfer.backends.triton import TritonBackend
 from replayinfer.testing import assert_bitwise_equal, delta_inputs
 
-from ..backends.world import Case, World
+from ..backends.world import EPSILON, Case, World
 from .delta_pair import DeltaCase, DeltaPair, launching
 
 pytestmark = pytest.mark.skipif(
@@ -139,7 +139,7 @@ def test_against_the_recurrence(family, gate, gates, fused, rng):
     """About as near to float64 as the plain fp32 recurrence is, in every head.
 
     Six heads have an extreme rate each. Over so few numbers the plain error is a matter of luck,
-    hence a factor of 6.
+    hence a factor of 6, and four units in the last place in any case.
     """
     drawn = DeltaCase(family=family, heads=6, key_heads=3, gate=gate, fused=fused)
     case = Case(
@@ -147,7 +147,7 @@ def test_against_the_recurrence(family, gate, gates, fused, rng):
         format="fp32" if fused else "fp32_split", gates=gates,
     )  # fmt: skip
     with launching(drawn):
-        World(case, rng, backend="triton").decode().check(factor=6)
+        World(case, rng, backend="triton").decode().check(factor=6, floor=4 * EPSILON)
 
 
 def test_a_gate_that_erases_everything(rng):
