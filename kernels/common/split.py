@@ -11,10 +11,11 @@ __all__ = [
     "encode",
     "join_planes",
     "load_pairs",
-    "load_pairs_once",
+    "load_state",
     "round_to",
     "split_planes",
     "store_pairs",
+    "store_state",
     "unpack_pairs",
 ]
 
@@ -68,6 +69,27 @@ def encode(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def load_state(plane_ptr, low_ptr, at, mask):
+    """A tile of a state as float32; `low_ptr` is None where one plane holds all of it."""
+    plane = tl.load(plane_ptr + at, mask=mask, other=0)
+    if low_ptr is not None:
+        return join_planes(plane, tl.load(low_ptr + at, mask=mask, other=0))
+    else:
+        return plane.to(tl.float32)
+
+
+@triton.jit
+def store_state(plane_ptr, low_ptr, at, state, mask):
+    """The inverse of `load_state`."""
+    if low_ptr is not None:
+        high, low = split_planes(state)
+        tl.store(plane_ptr + at, high, mask=mask)
+        tl.store(low_ptr + at, low, mask=mask)
+    else:
+        tl.store(plane_ptr + at, encode(state, plane_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def unpack_pairs(word):
     """Two neighbouring bf16 in an int32, the first in the low half, as float32: a shift, a mask."""
     first = (word << 16).to(tl.float32, bitcast=True)
@@ -76,32 +98,20 @@ def unpack_pairs(word):
 
 
 @triton.jit
-def load_pairs(ptr, at, mask):
-    """Elements ``2 at`` and ``2 at + 1`` as float32, zeros where not `mask`."""
+def load_pairs(ptr, at, mask, ONCE: tl.constexpr):
+    """Elements ``2 at`` and ``2 at + 1`` as float32, zeros where not `mask`.
+
+    ONCE: nobody else reads them in this step, so they are first to leave L2.
+    """
+    EVICTION: tl.constexpr = "evict_first" if ONCE else ""
     if ptr.dtype.element_ty == tl.bfloat16:
         words = ptr.to(tl.pointer_type(tl.int32)) + at
-        first, second = unpack_pairs(tl.load(words, mask=mask, other=0))
+        word = tl.load(words, mask=mask, other=0, eviction_policy=EVICTION)
+        first, second = unpack_pairs(word)
     else:
-        first = tl.load(ptr + 2 * at, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(ptr + 2 * at + 1, mask=mask, other=0.0).to(tl.float32)
-    return first, second
-
-
-@triton.jit
-def load_pairs_once(ptr, at, mask):
-    """`load_pairs` of what this step reads once: it is first to leave L2."""
-    if ptr.dtype.element_ty == tl.bfloat16:
-        words = ptr.to(tl.pointer_type(tl.int32)) + at
-        first, second = unpack_pairs(
-            tl.load(words, mask=mask, other=0, eviction_policy="evict_first")
-        )
-    else:
-        first = tl.load(ptr + 2 * at, mask=mask, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
-        second = tl.load(ptr + 2 * at + 1, mask=mask, other=0.0, eviction_policy="evict_first").to(
-            tl.float32
-        )
+        first = tl.load(ptr + 2 * at, mask=mask, other=0.0, eviction_policy=EVICTION)
+        second = tl.load(ptr + 2 * at + 1, mask=mask, other=0.0, eviction_policy=EVICTION)
+        first, second = first.to(tl.float32), second.to(tl.float32)
     return first, second
 
 

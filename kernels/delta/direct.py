@@ -22,7 +22,7 @@ import triton.language as tl
 
 from ..common.gates import log_decay, write_strength
 from ..common.pdl import launch_dependents, wait_for_previous
-from ..common.split import encode, join_planes, round_to, split_planes
+from ..common.split import load_state, round_to, store_state
 from ..launch.config import LaunchConfig
 
 __all__ = ["direct"]
@@ -80,11 +80,7 @@ def _direct_kernel(
 
     in_tile = in_d[:, None] & in_n[None, :]
     tile = page * stride_plane_page + h * stride_plane_h + d[:, None] * STATE + n[None, :]
-    plane = tl.load(plane_ptr + tile, mask=in_tile, other=0)
-    if low_ptr is not None:
-        state = join_planes(plane, tl.load(low_ptr + tile, mask=in_tile, other=0))
-    else:
-        state = plane.to(tl.float32)
+    state = load_state(plane_ptr, low_ptr, tile, in_tile)
 
     q, k = q.to(tl.float32), k.to(tl.float32)
     if NORM:
@@ -101,12 +97,7 @@ def _direct_kernel(
     state += u[:, None] * k[None, :]
     y = tl.sum(state * q[None, :], axis=1)
     tl.store(y_ptr, round_to(y, y_ptr.dtype.element_ty), mask=in_d)
-    if low_ptr is not None:
-        high, low = split_planes(state)
-        tl.store(plane_ptr + tile, high, mask=in_tile)
-        tl.store(low_ptr + tile, low, mask=in_tile)
-    else:
-        tl.store(plane_ptr + tile, encode(state, plane_ptr.dtype.element_ty), mask=in_tile)
+    store_state(plane_ptr, low_ptr, tile, state, in_tile)
 
 
 def direct(

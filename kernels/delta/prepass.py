@@ -22,7 +22,7 @@ from ..common.decay import exact_decay
 from ..common.gates import decay, log_decay, write_strength
 from ..common.pdl import launch_dependents, wait_for_previous
 from ..common.rows import row_offset
-from ..common.split import load_pairs, load_pairs_once
+from ..common.split import load_pairs
 from ..launch.config import LaunchConfig
 
 __all__ = ["prepass"]
@@ -83,10 +83,10 @@ def _prepass_kernel(
     q, q_odd, k, k_odd = (), (), (), ()
     for c in tl.static_range(CHUNKS):
         at = c * BLOCK_N + tl.arange(0, SIDE * BLOCK_N) % BLOCK_N
-        even, odd = load_pairs(q_ptr, at, at < STATE // 2)
+        even, odd = load_pairs(q_ptr, at, at < STATE // 2, False)
         q += (even.reshape(1, SIDE, BLOCK_N),)
         q_odd += (odd.reshape(1, SIDE, BLOCK_N),)
-        even, odd = load_pairs(k_ptr, at, at < STATE // 2)
+        even, odd = load_pairs(k_ptr, at, at < STATE // 2, False)
         k += (even.reshape(1, SIDE, BLOCK_N),)
         k_odd += (odd.reshape(1, SIDE, BLOCK_N),)
     gate = tl.load(gate_ptr + b * stride_gate_b + h, mask=in_h, other=0.0).to(tl.float32)
@@ -100,8 +100,8 @@ def _prepass_kernel(
     rows, rows_odd = (), ()
     for c in tl.static_range(CHUNKS):
         at = c * BLOCK_N + n[None, :]
-        even, odd = load_pairs_once(
-            row_k_ptr, at_k[:, None] // 2 + at, live[:, None] & (at < STATE // 2)
+        even, odd = load_pairs(
+            row_k_ptr, at_k[:, None] // 2 + at, live[:, None] & (at < STATE // 2), ONCE=True
         )
         rows += (even.reshape(BLOCK_J // SIDE, SIDE, BLOCK_N),)
         rows_odd += (odd.reshape(BLOCK_J // SIDE, SIDE, BLOCK_N),)

@@ -59,7 +59,7 @@ def _load_channels(
                 first = tl.load(ptr + n, mask=n < STATE // 2, other=0.0)
                 second = tl.load(ptr + STATE // 2 + n, mask=n < STATE // 2, other=0.0)
             else:
-                first, second = load_pairs(ptr, n, n < STATE // 2)
+                first, second = load_pairs(ptr, n, n < STATE // 2, False)
             seconds += (second.reshape(1, SIDE, BLOCK_N),)
         else:
             first = tl.load(ptr + n, mask=n < STATE, other=0.0).to(tl.float32)

@@ -18,7 +18,7 @@ import triton.language as tl
 from ..common.gates import softplus
 from ..common.pdl import launch_dependents, wait_for_previous
 from ..common.rows import row_offset
-from ..common.split import load_pairs, load_pairs_once, store_pairs
+from ..common.split import load_pairs, store_pairs
 from ..launch.config import LaunchConfig
 
 __all__ = ["prepass"]
@@ -63,17 +63,18 @@ def _prepass_kernel(
     at_b = row_offset(table_ptr, j, pages, stride_row_b_page, stride_row_b_row, PAGE_ROWS)
     at_dt = row_offset(table_ptr, j, pages, stride_row_dt_page, stride_row_dt_row, PAGE_ROWS)
     at_next = row_offset(table_ptr, j + 1, pages, stride_row_dt_page, stride_row_dt_row, PAGE_ROWS)
-    c, c_odd = load_pairs(c_ptr + b * stride_c_b + group * stride_c_g, n, in_n)
-    new_b, new_b_odd = load_pairs(b_ptr + b * stride_b_b + group * stride_b_g, n, in_n)
+    c, c_odd = load_pairs(c_ptr + b * stride_c_b + group * stride_c_g, n, in_n, False)
+    new_b, new_b_odd = load_pairs(b_ptr + b * stride_b_b + group * stride_b_g, n, in_n, False)
     dt = tl.load(dt_ptr + b * stride_dt_b + h, mask=in_h, other=0.0).to(tl.float32) + dt_bias
     if tokens == 0:  # pad or empty window: the readout writes its zeros
         return
 
     live, more = j < history, j + 1 < history
     row_b_ptr += group * stride_row_b_g
-    rows_b, rows_b_odd = load_pairs_once(
-        row_b_ptr, at_b[:, None, None] // 2 + n[None, :, :], live[:, None, None] & in_n[None, :, :]
-    )
+    rows_b, rows_b_odd = load_pairs(
+        row_b_ptr, at_b[:, None, None] // 2 + n[None, :, :],
+        live[:, None, None] & in_n[None, :, :], ONCE=True,
+    )  # fmt: skip
     own = tl.load(
         row_dt_ptr + at_dt[:, None] + h[None, :], mask=live[:, None] & in_h[None, :], other=0.0
     )

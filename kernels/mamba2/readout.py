@@ -92,7 +92,7 @@ def _readout_kernel(
     for i in tl.static_range(CHUNKS):
         at = i * BLOCK_N + m
         if PAIRS:
-            c, c_odd = load_pairs(c_ptr, at, at < WIDTH)
+            c, c_odd = load_pairs(c_ptr, at, at < WIDTH, False)
             cs_odd += (c_odd.reshape(1, SIDE, BLOCK_N),)
         else:
             c = tl.load(c_ptr + at, mask=at < WIDTH, other=0.0).to(tl.float32)
