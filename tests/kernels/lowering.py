@@ -20,7 +20,6 @@ from triton.compiler import ASTSource, make_backend
 
 from replayinfer import ReplayDecodeWrapper, StatePool
 from replayinfer.backends.triton import delta
-from replayinfer.backends.triton.workspace import Workspaces
 from replayinfer.testing import delta_inputs, delta_weights
 from tests.kernels.delta_pair import DeltaCase, launching
 
@@ -70,7 +69,7 @@ def decode(case: DeltaCase) -> None:
     inputs = delta_inputs(case.spec, 1, case.batch, case.dtype, rng)
     out = torch.empty((case.batch, 1, case.heads, case.dim), dtype=case.dtype)
     with launching(case):
-        delta.readout(pool, plan, 0, inputs, out, Workspaces())
+        delta.readout(pool, plan, 0, inputs, out)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from ...pools import StatePool
 from . import delta, mamba2
 from . import direct as direct_step
 from .warmup import warmup
-from .workspace import Workspaces, config, single_fold
+from .workspace import config, single_fold
 
 __all__ = ["TritonBackend"]
 
@@ -40,7 +40,6 @@ class TritonBackend:
         from replayinfer.kernels.launch.lookup import use_tables
 
         use_tables(launch_tables())
-        self._workspaces = Workspaces()
 
     def supports(self, pool: StatePool) -> str | None:
         if importlib.util.find_spec("triton") is None:
@@ -88,7 +87,7 @@ class TritonBackend:
         inputs: Mapping[str, torch.Tensor],
         out: torch.Tensor,
     ) -> None:
-        _FAMILIES[pool.spec.family].readout(pool, plan, layer, inputs, out, self._workspaces)
+        _FAMILIES[pool.spec.family].readout(pool, plan, layer, inputs, out)
 
     direct = staticmethod(direct_step.direct)
     prefers_direct = staticmethod(direct_step.prefers_direct)

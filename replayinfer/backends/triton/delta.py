@@ -11,7 +11,7 @@ import torch
 from ...planner import Plan
 from ...pools import StatePool
 from .delta_fold import fold
-from .workspace import Workspaces, config, has_pdl, require_pairs
+from .workspace import config, has_pdl, require_pairs, scratch
 
 __all__ = ["fold", "readout"]
 
@@ -22,7 +22,6 @@ def readout(
     layer: int,
     inputs: Mapping[str, torch.Tensor],
     out: torch.Tensor,
-    workspaces: Workspaces,
 ) -> None:
     """One token of every sequence in one layer: one kernel for small batches, else two."""
     from replayinfer.kernels.delta.channel_prepass import channel_prepass
@@ -57,16 +56,16 @@ def readout(
     if not per_channel:
         require_pairs(q=q, k=k)
     depth = max(16, 1 << (pool.capacity - 1).bit_length())
-    scratch = partial(workspaces.get, arrays)
-    weight = scratch("weight", plan.bucket, spec.heads, 2, depth)
-    scale = scratch("scale", plan.bucket, spec.heads, 4)
+    own = partial(scratch, arrays)
+    weight = own("weight", plan.bucket, spec.heads, 2, depth)
+    scale = own("scale", plan.bucket, spec.heads, 4)
     first = config(pool, "prepass", plan.bucket)
     rest = (
         q, k, gate, beta, a_log, dt_bias, row_k, row_scale, row_g, row_beta,
         arrays.history, arrays.window, arrays.table,
     )  # fmt: skip
     if per_channel:
-        decayed = scratch("decayed", plan.bucket, spec.heads, 2, spec.state)
+        decayed = own("decayed", plan.bucket, spec.heads, 2, spec.state)
         pairs = plane.element_size() == 2
         channel_prepass(weight, scale, decayed, *rest, **rules, pairs=pairs, config=first)
         q, k = decayed[:, :, 0], decayed[:, :, 1]

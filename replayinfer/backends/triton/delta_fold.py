@@ -8,11 +8,9 @@ import torch
 
 from ...planner.plan import PlanArrays
 from ...pools import StatePool
-from .workspace import FoldArrays, Workspaces, config, processors
+from .workspace import FoldArrays, bit_planes, config, processors, scratch
 
 __all__ = ["fold"]
-
-_workspaces = Workspaces()
 
 
 def fold(
@@ -22,7 +20,6 @@ def fold(
     out_low: torch.Tensor | None,
     arrays: PlanArrays | FoldArrays,
     bucket: int,
-    workspaces: Workspaces = _workspaces,
 ) -> None:
     """Fold `layers` of the pool into `out` ``[layers, pages, heads, dim, state]``.
 
@@ -34,11 +31,8 @@ def fold(
     from replayinfer.kernels.delta.fold import scratch_size
 
     spec: Any = pool.spec
-    ckpt = pool.checkpoints
     rows = {name: field[layers] for name, field in pool.inputs.fields.items()}
-    plane, low = ckpt.plane[layers], ckpt.low
-    if low is not None:
-        plane, low = plane.view(torch.int16), low[layers]
+    plane, low = bit_planes(pool, layers)
     if out_low is not None:
         out = out.view(torch.int16)
     # More rows leave fewer registers: choices of their own.
@@ -48,16 +42,16 @@ def fold(
     size = scratch_size(
         pool.capacity, spec.state, solve=solves, per_channel="state" in spec.gate_dims
     )
-    scratch = None
+    own = None
     if size and isinstance(arrays, PlanArrays):
-        scratch = workspaces.get(arrays, "fold", programs, size)
+        own = scratch(arrays, "fold", programs, size)
     elif size:
-        scratch = torch.empty((programs, size), device=pool.device)
+        own = torch.empty((programs, size), device=pool.device)
     launch(
         out, out_low, plane, low,
         rows["k"], rows.get("k_scale"), rows["g"], rows.get("beta"), rows["v" if solves else "u"],
         arrays.fold_source, arrays.fold_target, arrays.fold_rows, arrays.fold_table,
-        arrays.fold_count, scratch,
+        arrays.fold_count, own,
         capacity=pool.capacity,
         programs=programs,
         config=choice,

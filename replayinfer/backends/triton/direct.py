@@ -9,7 +9,7 @@ import torch
 
 from ...planner import Plan
 from ...pools import StatePool
-from .workspace import config, has_pdl
+from .workspace import bit_planes, config, has_pdl
 
 __all__ = ["direct", "prefers_direct"]
 
@@ -24,9 +24,7 @@ def direct(
     """One token of every sequence in one layer."""
     launch = _mamba2 if pool.spec.family == "mamba2" else _delta
     tokens = {name: value[:, 0] for name, value in inputs.items()}
-    plane, low = pool.checkpoints.plane[layer], pool.checkpoints.low
-    if low is not None:
-        plane, low = plane.view(torch.int16), low[layer]
+    plane, low = bit_planes(pool, layer)
     launch(pool, plan, layer, tokens, out[:, 0], plane, low)
 
 

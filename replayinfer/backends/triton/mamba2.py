@@ -10,7 +10,15 @@ import torch
 from ...planner import Plan
 from ...planner.plan import PlanArrays
 from ...pools import StatePool
-from .workspace import FoldArrays, Workspaces, config, has_pdl, processors, require_pairs
+from .workspace import (
+    FoldArrays,
+    bit_planes,
+    config,
+    has_pdl,
+    processors,
+    require_pairs,
+    scratch,
+)
 
 __all__ = ["fold", "readout"]
 
@@ -26,10 +34,8 @@ def fold(
     """Fold `layers` of the pool into `out` ``[layers, pages, heads, dim, state]``."""
     from replayinfer.kernels.mamba2.fold import fold as launch
 
-    ckpt, rows = pool.checkpoints, pool.inputs.fields
-    plane, low = ckpt.plane[layers], ckpt.low
-    if low is not None:
-        plane, low = plane.view(torch.int16), low[layers]
+    rows = pool.inputs.fields
+    plane, low = bit_planes(pool, layers)
     if out_low is not None:
         out = out.view(torch.int16)
     choice = config(pool, "fold", bucket)
@@ -50,7 +56,6 @@ def readout(
     layer: int,
     inputs: Mapping[str, torch.Tensor],
     out: torch.Tensor,
-    workspaces: Workspaces,
 ) -> None:
     """One token of every sequence in one layer: one kernel for small batches, else two."""
     from replayinfer.kernels.mamba2.fused import fused
@@ -76,8 +81,8 @@ def readout(
         return
     require_pairs(B=b, C=c)
     depth = max(16, 1 << (pool.capacity - 1).bit_length())
-    weight = workspaces.get(arrays, "weight", plan.bucket, spec.heads, depth)
-    scale = workspaces.get(arrays, "scale", plan.bucket, spec.heads, 2)
+    weight = scratch(arrays, "weight", plan.bucket, spec.heads, depth)
+    scale = scratch(arrays, "scale", plan.bucket, spec.heads, 2)
     prepass(
         weight, scale, dt, b, c, a, d_skip, dt_bias, row_b, row_dt,
         arrays.history, arrays.window, arrays.table,

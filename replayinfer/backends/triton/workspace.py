@@ -15,36 +15,41 @@ from ...pools import StatePool
 
 __all__ = [
     "FoldArrays",
-    "Workspaces",
+    "bit_planes",
     "config",
     "has_pdl",
     "processors",
     "require_pairs",
+    "scratch",
     "single_fold",
 ]
 
 
-class Workspaces:
-    """Scratch tensors of plans: one each per plan buffer, at an address that never moves.
+# Of a plan buffer: by name, shape and type. The memory goes with the buffer.
+_scratch = WeakIdKeyDictionary()
+
+
+def scratch(
+    arrays: PlanArrays, name: str, *shape: int, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """A tensor of a plan buffer, at an address that never moves; zeros when it is new.
 
     Steps that share a plan buffer run one after another, so they can share scratch memory; steps of
-    two planners may overlap on two streams. The memory goes with the plan buffer.
+    two planners may overlap on two streams.
     """
+    owner = arrays.window
+    tensors = _scratch.setdefault(owner, {})
+    key = (name, shape, dtype)
+    if key not in tensors:
+        tensors[key] = torch.zeros(shape, device=owner.device, dtype=dtype)
+    tensor: torch.Tensor = tensors[key]
+    return tensor
 
-    def __init__(self) -> None:
-        self._of_plan = WeakIdKeyDictionary()
 
-    def get(
-        self, arrays: PlanArrays, name: str, *shape: int, dtype: torch.dtype = torch.float32
-    ) -> torch.Tensor:
-        """The tensor of that name and shape; zeros when it is new."""
-        owner = arrays.window
-        scratch = self._of_plan.setdefault(owner, {})
-        key = (name, shape, dtype)
-        if key not in scratch:
-            scratch[key] = torch.zeros(shape, device=owner.device, dtype=dtype)
-        tensor: torch.Tensor = scratch[key]
-        return tensor
+def bit_planes(pool: StatePool, layers: int | slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The checkpoint planes of `layers`: two of int16, or one of the format's type and None."""
+    plane, low = pool.checkpoints.plane[layers], pool.checkpoints.low
+    return (plane, None) if low is None else (plane.view(torch.int16), low[layers])
 
 
 @dataclass(frozen=True)
