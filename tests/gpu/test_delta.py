@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from replayinfer.testing import delta_inputs
 
 from ..kernels.delta_pair import DeltaCase, DeltaPair, launching
+from ..kernels.vary import vary
 from .layouts import Slices, WideIds, WideSlices
 
 pytestmark = pytest.mark.gpu
@@ -22,15 +23,6 @@ BASE = DeltaCase(
 )  # fmt: skip
 SPLIT = [BASE, BASE.but(family="kda")]
 BASES = SPLIT + [base.but(fused=True) for base in SPLIT]
-
-
-def vary(bases, **choices) -> list[DeltaCase]:
-    return [
-        base.but(**{name: value})
-        for base in bases
-        for name, values in choices.items()
-        for value in values
-    ]
 
 
 @pytest.mark.parametrize(

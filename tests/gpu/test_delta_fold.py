@@ -14,6 +14,7 @@ from replayinfer.backends.triton.delta_fold import fold
 from replayinfer.testing import relative_error
 
 from ..kernels.fold_rig import FoldCase, FoldRig
+from ..kernels.vary import vary
 
 pytestmark = pytest.mark.gpu
 GDN = FoldCase(
@@ -22,15 +23,6 @@ GDN = FoldCase(
 )  # fmt: skip
 KDA = GDN.but(family="kda")
 BASES = [GDN, KDA]
-
-
-def vary(bases, **choices) -> list[FoldCase]:
-    return [
-        base.but(**{name: value})
-        for base in bases
-        for name, values in choices.items()
-        for value in values
-    ]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from replayinfer.kernels.launch import lookup as launch
 
 from ..kernels.pair import Case, Pair
+from ..kernels.vary import vary
 from .layouts import Slices, WideIds, WideSlices
 
 pytestmark = pytest.mark.gpu
@@ -43,18 +44,11 @@ def force(monkeypatch, fused: bool | None, **others: launch.LaunchConfig) -> Non
     monkeypatch.setattr(launch, "lookup", lookup)
 
 
-def vary(**choices) -> list[Case]:
-    return [
-        dataclasses.replace(BASE, **{name: value})
-        for name, values in choices.items()
-        for value in values
-    ]
-
-
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 @pytest.mark.parametrize(
     "case",
     vary(
+        [BASE],
         dim=[20, 64, 80, 128],
         state=[16, 24, 64, 256],
         groups=[1, 8],
@@ -129,7 +123,7 @@ def test_pages_past_two_to_the_31_elements(rng, monkeypatch):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 @pytest.mark.parametrize("layout", [WideIds, Slices, WideSlices])
-@pytest.mark.parametrize("case", vary(format=["fp32_split", "bf16"], z=[True]), ids=str)
+@pytest.mark.parametrize("case", vary([BASE], format=["fp32_split", "bf16"], z=[True]), ids=str)
 def test_wide_ids_and_slices_of_a_projection(case, layout, fused, rng, monkeypatch):
     force(monkeypatch, fused)
     pair = Pair(case, rng, DEVICE)

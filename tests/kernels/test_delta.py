@@ -20,6 +20,7 @@ from replayinfer.testing import assert_bitwise_equal, delta_inputs
 
 from ..backends.world import EPSILON, Case, World
 from .delta_pair import DeltaCase, DeltaPair, launching
+from .vary import vary
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET", "0") != "1", reason="needs TRITON_INTERPRET=1; use make test"
@@ -27,15 +28,6 @@ pytestmark = pytest.mark.skipif(
 SMALL = DeltaCase(heads=2, key_heads=1, batch=2, pads=1, capacity=2, steps=3)
 SPLIT = [SMALL, SMALL.but(family="kda")]
 FUSED = [base.but(fused=True) for base in SPLIT]
-
-
-def vary(bases, **choices) -> list[DeltaCase]:
-    return [
-        base.but(**{name: value})
-        for base in bases
-        for name, values in choices.items()
-        for value in values
-    ]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from replayinfer.kernels.common import decay, dot
 from replayinfer.testing import relative_error
 
 from .fold_rig import EPSILON, FoldCase, FoldRig
+from .vary import vary
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET", "0") != "1", reason="needs TRITON_INTERPRET=1; use make test"
@@ -25,15 +26,6 @@ GDN, KDA = FoldCase(), FoldCase(family="kda")
 BASES = [GDN, KDA]
 # Warps, rows and columns of a tile in the order of the matrix units.
 UNITS = (2, 32, 32)
-
-
-def vary(bases, **choices) -> list[FoldCase]:
-    return [
-        base.but(**{name: value})
-        for base in bases
-        for name, values in choices.items()
-        for value in values
-    ]
 
 
 @pytest.mark.parametrize(

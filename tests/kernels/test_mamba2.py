@@ -16,6 +16,7 @@ from replayinfer.kernels.launch import lookup as launch
 from replayinfer.testing import mamba2_inputs
 
 from .pair import Case, Pair
+from .vary import vary
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET", "0") != "1", reason="needs TRITON_INTERPRET=1; use make test"
@@ -35,18 +36,11 @@ def force(monkeypatch, case: Case) -> None:
     monkeypatch.setattr(launch, "lookup", lookup)
 
 
-def variants(**choices) -> list[Case]:
-    return [
-        dataclasses.replace(BASE, **{name: value})
-        for name, values in choices.items()
-        for value in values
-    ]
-
-
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 @pytest.mark.parametrize(
     "case",
-    variants(
+    vary(
+        [BASE],
         format=["fp32", "fp32_split", "bf16", "fp16"],
         dtype=[torch.float32, torch.float16],
         z=[True],
