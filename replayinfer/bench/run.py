@@ -45,6 +45,9 @@ class BenchCase:
         Whether the model's convolution has a bias.
     direct : {"auto", "never", "always"}
         Whether our steps move the states in place; as in `ReplayDecodeWrapper`.
+    layers : int
+        Layers of this kind in the model: what a step does once is spread over them. Fewer are
+        walked where their states would not fit, more where one would find its own in the L2.
     """
 
     spec: LayerSpec
@@ -57,6 +60,7 @@ class BenchCase:
     gated: bool = False
     conv_bias: bool = True
     direct: Literal["auto", "never", "always"] = "auto"
+    layers: int = 32
 
     @property
     def standard_format(self) -> str:
@@ -176,7 +180,8 @@ def _measure(
 ) -> dict[str, Any]:
     spec, fmt = case.spec, get_format(case.format)
     state_bytes = case.batch * math.prod(spec.state_shape) * fmt.standard_bytes
-    layers = min(max(-(-_COLD_BYTES // state_bytes), 4), 64, max(_MOST_BYTES // state_bytes, 1))
+    layers = max(case.layers, min(-(-_COLD_BYTES // state_bytes), 64))
+    layers = min(layers, max(_MOST_BYTES // state_bytes, 1))
     ours = make_steps(
         spec, batch=case.batch, layers=layers, capacity=case.capacity, format=case.format,
         dtype=case.dtype, backend=case.backend, device=device, scope=case.scope,

@@ -84,7 +84,7 @@ def bench(
         bool, typer.Option("--json", help="Print one JSON object, and nothing else.")
     ] = False,
 ) -> int:
-    spec, gated, conv_bias = _layer(model, family, shape)
+    spec, how = _layer(model, family, shape)
     if direct not in _DIRECT:
         raise InputError(f"direct: got {direct!r}; allowed {', '.join(_DIRECT)}; pick one")
     if mixer and not spec.conv_width:
@@ -94,8 +94,7 @@ def bench(
     measured: tuple[Scope, ...] = ("ssm", "mixer") if mixer else ("ssm",)
     cases = [
         BenchCase(
-            spec, b, f, length, backend=backend, scope=scope, gated=gated, conv_bias=conv_bias,
-            direct=cast(Any, direct),
+            spec, b, f, length, backend=backend, scope=scope, direct=cast(Any, direct), **how
         )
         for scope in measured
         for f in [get_format(f).name for f in format.split(",")]
@@ -134,8 +133,8 @@ def bench(
 
 def _layer(
     model: str | None, family: str | None, shape: str | None
-) -> tuple[LayerSpec, bool, bool]:
-    """The layer to time, whether its readout takes `z`, whether its convolution has a bias."""
+) -> tuple[LayerSpec, dict[str, Any]]:
+    """The layer to time, and what a `BenchCase` says of it besides."""
     if family not in (None, *_FAMILIES):
         raise InputError(f"family: got {family!r}; allowed {', '.join(_FAMILIES)}; pick one")
     if shape is not None:
@@ -146,9 +145,13 @@ def _layer(
                 "DIMxSTATE/SHARED with --family and without --model; e.g. --family mamba2 --shape "
                 "128x64x128/8"
             )
-        return _FAMILIES[family](*map(int, sizes.groups())), False, True
+        return _FAMILIES[family](*map(int, sizes.groups())), {}
     layers, spec = one_kind(model or _DEFAULT_MODEL, family)
-    return spec, layers.gate_in_readout, layers.conv_bias
+    return spec, {
+        "gated": layers.gate_in_readout,
+        "conv_bias": layers.conv_bias,
+        "layers": sum(1 for other in layers.ssm.values() if other == spec),
+    }
 
 
 def _write(report: BenchReport, folder: Path, name: str) -> None:

@@ -47,7 +47,7 @@ def clock(monkeypatch):
     monkeypatch.setattr(run, "capture", Graph)
     monkeypatch.setattr(run, "interleaved", interleaved)
     monkeypatch.setattr(run, "read_ceiling_tbps", lambda device: 4.5678)
-    monkeypatch.setattr(run, "_COLD_BYTES", 1)  # four layers
+    monkeypatch.setattr(run, "_COLD_BYTES", 1)
     monkeypatch.setattr(run, "_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Fake GPU")
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -56,7 +56,7 @@ def clock(monkeypatch):
 
 
 def cases(spec=MAMBA2, **options):
-    return [BenchCase(spec, 2, capacity=2, backend="torch", **options)]
+    return [BenchCase(spec, 2, capacity=2, backend="torch", **{"layers": 4, **options})]
 
 
 def install(monkeypatch, *some, spec=MAMBA2, scope="ssm"):
@@ -212,11 +212,14 @@ def test_too_little_memory_ends_the_run(monkeypatch, clock):
         run_bench(cases(), command="")
 
 
-def test_layers_rotate_through_more_than_the_cache(monkeypatch, clock):
-    monkeypatch.setattr(run, "_COLD_BYTES", 10 * 2 * math.prod(MAMBA2.state_shape) * 4)
+@pytest.mark.parametrize(("layers", "walked"), [(4, 10), (11, 11), (13, 12)])
+def test_layers_are_the_models_within_cache_and_memory(monkeypatch, clock, layers, walked):
+    state = 2 * math.prod(MAMBA2.state_shape) * 4
+    monkeypatch.setattr(run, "_COLD_BYTES", 10 * state)
+    monkeypatch.setattr(run, "_MOST_BYTES", 12 * state)
     install(monkeypatch, missing("absent", ImportError("")))
-    (row,) = run_bench(cases(), command="").rows
-    assert row["layers"] == 10
+    (row,) = run_bench(cases(layers=layers), command="").rows
+    assert row["layers"] == walked
 
 
 def test_no_gpu_no_times():
