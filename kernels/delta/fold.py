@@ -207,7 +207,7 @@ def _fold_kernel(
             else:
                 weight *= scale
         if SOLVE:
-            solution = inverse(scratch_ptr, beta * scale, history, BLOCK_J)
+            solution = inverse(scratch_ptr, beta * scale, history, BLOCK_J, INTERPRET)
             if not PER_CHANNEL:
                 solution *= weight[:, None]
             solution = _operands(solution, UNIT, False, INTERPRET)[1]  # by row, by row solved for

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..common.decay import exact_decay
+from ..common.dot import bf16_terms, dot_terms
 from ..common.rows import row_offset
 
 __all__ = ["inverse", "scan_channels", "sums_between"]
@@ -85,7 +86,7 @@ def scan_channels(
 
 
 @triton.jit
-def inverse(a_ptr, start, history, BLOCK_J: tl.constexpr):
+def inverse(a_ptr, start, history, BLOCK_J: tl.constexpr, INTERPRET: tl.constexpr):
     """``(I + A)^-1 diag(start)``, float32 ``[BLOCK_J, BLOCK_J]``, of the `A` in memory.
 
     `a_ptr` holds all rows of A, zero from the diagonal up, on 8 bytes, where the whole program sees
@@ -94,19 +95,31 @@ def inverse(a_ptr, start, history, BLOCK_J: tl.constexpr):
     j = tl.arange(0, BLOCK_J)
     result = tl.zeros([BLOCK_J, BLOCK_J], tl.float32)
     if BLOCK_J <= 32:
-        # A column to a lane, in every warp alike; an entry of A is one load for all lanes. So there
-        # is nothing to exchange, and only the last of a row's products waits for the row before.
+        # A column to a lane, in every warp alike; an entry of A is one load for all lanes of a
+        # block. So there is nothing to exchange, and only the last of a row's products waits for
+        # the row before. More than 16 rows are two blocks at once, and a product between them.
+        HALF: tl.constexpr = min(BLOCK_J, 16)
+        corner_ptr = a_ptr + j // HALF * (HALF * (BLOCK_J + 1))
         rows = ()
-        for i in tl.static_range(BLOCK_J):
-            x = tl.where(j == i, start, 0.0)
+        for i in tl.static_range(HALF):
+            x = tl.where(j % HALF == i, 1.0, 0.0)
             for p in tl.static_range((i + 1) // 2):
-                pair = tl.load((a_ptr + i * BLOCK_J + 2 * p).to(tl.pointer_type(tl.int64)))
+                at = corner_ptr + (i * BLOCK_J + 2 * p)
+                pair = tl.load(at.to(tl.pointer_type(tl.int64)))
                 x -= pair.to(tl.int32).to(tl.float32, bitcast=True) * rows[2 * p]
                 if 2 * p + 1 < i:
                     x -= (pair >> 32).to(tl.int32).to(tl.float32, bitcast=True) * rows[2 * p + 1]
             rows += (x,)
-        for i in tl.static_range(BLOCK_J):
-            result = tl.where((j == i)[:, None], rows[i][None, :], result)
+        for i in tl.static_range(HALF):
+            mine = (j % HALF == i)[:, None] & (j[:, None] // HALF == j[None, :] // HALF)
+            result = tl.where(mine, rows[i][None, :], result)
+        if HALF < BLOCK_J:
+            below = (j >= HALF)[:, None] & (j < HALF)[None, :]
+            a = tl.load(a_ptr + j[:, None] * BLOCK_J + j[None, :], mask=below, other=0.0)
+            terms = bf16_terms(result, INTERPRET)
+            a = dot_terms(bf16_terms(a, INTERPRET), terms)
+            result -= dot_terms(terms, bf16_terms(a, INTERPRET))
+        result *= start[None, :]
     else:
         i = 0
         while i < history:

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from replayinfer.testing import delta_inputs
 
 from ..kernels.delta_pair import DeltaCase, DeltaPair, launching
-from ..kernels.vary import vary
+from ..kernels.vary import cover, vary
 from .layouts import Slices, WideIds, WideSlices
 
 pytestmark = pytest.mark.gpu
@@ -27,22 +27,23 @@ BASES = SPLIT + [base.but(fused=True) for base in SPLIT]
 
 @pytest.mark.parametrize(
     "case",
-    vary(
+    cover(
         BASES,
-        dim=[20, 64, 80, 128],
-        state=[16, 24, 64, 256],
-        heads=[4, 12, 16, 32],
-        format=["fp32", "bf16", "fp16"],
-        dtype=[torch.float32, torch.float16],
-        capacity=[1, 2, 3, 33],
-        page_rows=[1, 64],
-        gate=["log"],
-        gates=["near_one", "extreme"],
-        beta=["sigmoid2", "given"],
-        norm=["none"],
-        scale=[0.37],
+        dim=[64, 20, 128, 80, 64],
+        state=[128, 16, 256, 64, 24],
+        heads=[4, 16, 12, 32],
+        format=["fp32_split", "fp32", "bf16", "fp16"],
+        dtype=[torch.bfloat16, torch.float32, torch.bfloat16, torch.float16, torch.bfloat16],
+        capacity=[3, 1, 16, 2, 11],
+        page_rows=[1, 64, 4],
+        gate=["softplus", "log"],
+        gates=["near_one", "extreme", "realistic"],
+        beta=["sigmoid", "sigmoid2", "given"],
+        norm=["l2", "none", "l2"],
+        scale=[None, 0.37],
     )
-    + vary(BASES[1::2], gate=["bounded"]),
+    + vary(BASES[1::2], gate=["bounded"])
+    + vary(BASES[:1], capacity=[33]),
     ids=str,
 )
 def test_decode(case, rng):
@@ -63,13 +64,18 @@ def test_exact_in_fp32(family, capacity, rng):
         DeltaPair(case.but(fused=fused), rng, "cuda").decode().check()
 
 
-@pytest.mark.parametrize("format", ["fp32", "fp32_split", "fp16"])
-@pytest.mark.parametrize("warps", [1, 2, 4])
-@pytest.mark.parametrize("rows", [4, 16, 32, 64, 128])
-@pytest.mark.parametrize("base", SPLIT, ids=str)
-def test_launches(base, rows, warps, format, rng):
+@pytest.mark.parametrize(
+    "case",
+    cover(
+        [base.but(dim=128, steps=14, layers=1) for base in SPLIT],
+        rows=[4, 16, 32, 64, 128],
+        warps=[1, 2, 4, 1, 2, 4, 2],
+        format=["fp32_split", "fp32", "fp16"],
+    ),
+    ids=str,
+)
+def test_launches(case, rng):
     """Blocks of a row up to all, and any number of warps in either kernel."""
-    case = base.but(dim=128, rows=rows, warps=warps, format=format, steps=14, layers=1)
     DeltaPair(case, rng, "cuda").decode().check()
 
 
