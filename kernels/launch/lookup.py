@@ -36,7 +36,8 @@ def lookup(op: str, spec: Any, fmt: str, batch: int, device: torch.device) -> La
 
     Parameters
     ----------
-    op : {"fused", "prepass", "readout", "fold", "fold32", "conv", "direct"}
+    op : {"fused", "prepass", "readout", "fold", "fold32", "conv", "direct", "verify", \
+            "verify_prepass", "compact"}
     spec : LayerSpec
         A layer, or its shard: the table has both where both were measured.
     fmt : str
@@ -75,19 +76,33 @@ def prefers_direct(spec: Any, fmt: str, batch: int, device: torch.device) -> boo
 def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
     """A choice for any shape, from what held for every shape that was measured on an H200.
 
-    - prepass of a delta rule (not measured): one warp, which repeats the least;
+    - prepass of a delta rule: one warp, which repeats the least, except where few programs run;
     - fused: only where the programs of the two other kernels would not reach every multiprocessor;
     - readout: 16 KB of state to a warp where there is enough work, else 8 KB; blocks that leave no
       more than a fifth of a program idle;
     - fold: tiles of 64 x 64 in the matrix units' own order, which needs 16 rows to a warp, and as
       many programs as the registers of a multiprocessor hold;
-    - fold of a delta rule (not measured; fold32 is one of more than 16 rows): the same order, and
-      as many programs as the registers hold without a spill;
-    - direct (not measured): 4 KB of float32 state to a warp, and two warps.
+    - fold of a delta rule (fold32 is one of more than 16 rows): the same order, and as many
+      programs as the registers hold without a spill;
+    - direct (not measured): 4 KB of float32 state to a warp, and two warps;
+    - verify (not measured): one warp, whose operands need no shared memory, and 8 KB of state;
+    - verify of a delta rule (not measured): 16 KB of state to a warp where there is enough work and
+      the operands leave the registers, else half;
+    - compact (not measured): 8 KB of a row.
     """
+    if op in ("verify", "verify_prepass") and spec.family != "mamba2":
+        return _delta_verify(op, spec, fmt, batch)
+    if op == "verify_prepass":
+        return LaunchConfig(num_warps=1, rows=32)
+    if op == "verify":
+        return LaunchConfig(num_warps=1, rows=16 if fmt == "fp32" or spec.dim <= 16 else 32)
+    if op == "compact":
+        return LaunchConfig(num_warps=4, rows=1024)
     if op == "conv":
-        return LaunchConfig(num_warps=4, rows=512 if batch >= 16 else 256)
+        return LaunchConfig(num_warps=4, rows=256)
     if op == "prepass" and spec.family != "mamba2":
+        if batch * spec.heads <= 256:
+            return LaunchConfig(num_warps=4, rows=16)
         return LaunchConfig(num_warps=1, rows=8)  # of the history, where gates are per channel
     if op == "prepass":
         return LaunchConfig(num_warps=2 if batch * spec.heads >= 4096 else 1)
@@ -95,7 +110,7 @@ def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
         small = batch * spec.heads * (1 if spec.family == "mamba2" else spec.dim / 64) <= 128
         return LaunchConfig(num_warps=4, rows=32) if small else None
     if op in ("fold", "fold32") and spec.family != "mamba2":
-        return _delta_fold(op, spec)
+        return _delta_fold(op, spec, fmt)
     if op == "fold":
         if spec.dim % 64 == 0:
             return LaunchConfig(rows=64, columns=64, heads=2, programs_per_sm=4, registers=128)
@@ -115,14 +130,27 @@ def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
     return LaunchConfig(num_warps=warps, rows=rows)
 
 
-def _delta_fold(op: str, spec: Any) -> LaunchConfig:
+def _delta_fold(op: str, spec: Any, fmt: str) -> LaunchConfig:
     if spec.dim % 64:
         return LaunchConfig(num_warps=1, rows=16, columns=32, programs_per_sm=8)
     if spec.family == "kda" or spec.state > 128:
         return LaunchConfig(rows=64, columns=32, programs_per_sm=2)
+    if fmt != "fp32_split":  # nothing to solve
+        programs, registers = (3, 168) if fmt == "fp32" else (4, 128)
+        return LaunchConfig(rows=64, columns=64, programs_per_sm=programs, registers=registers)
     if op == "fold32":
-        return LaunchConfig(rows=64, columns=64, programs_per_sm=2)
-    return LaunchConfig(rows=64, columns=64, programs_per_sm=3, registers=168)
+        return LaunchConfig(rows=64, columns=32, programs_per_sm=2)
+    return LaunchConfig(rows=64, columns=32, programs_per_sm=3, registers=168)
+
+
+def _delta_verify(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig:
+    if op == "verify_prepass":
+        return LaunchConfig(num_warps=1, registers=168 if spec.family == "gdn" else 0)
+    if spec.dim <= 32:
+        return LaunchConfig(num_warps=1, rows=16)
+    if spec.family == "gdn" and fmt in ("fp32_split", "bf16") and batch * spec.heads > 4096:
+        return LaunchConfig(num_warps=1, rows=64)
+    return LaunchConfig(num_warps=2, rows=32 if fmt == "fp32" else 64)
 
 
 @contextmanager

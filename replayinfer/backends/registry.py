@@ -27,7 +27,7 @@ def _triton() -> Backend:
 _FACTORIES: dict[str, Callable[[], Backend]] = {"triton": _triton, "torch": _torch}
 _MADE: dict[str, Backend] = {}
 # Families whose Triton kernels have passed their tests on a GPU.
-_ON_GPU = {"mamba2"}
+_ON_GPU = {"mamba2", "gdn", "kda"}
 
 
 def available() -> list[str]:

@@ -13,7 +13,8 @@ from rich.table import Table
 from replayinfer import __version__
 
 from ..backends.triton.variants import variants
-from ..checks import positive_int
+from ..cost import best_capacity
+from ..errors import InputError
 from ..formats import get_format
 from ..spec.presets import PRESETS
 from ..tune import TuneCase, TuneReport, merge_table, read_content, run_tune, write_content
@@ -39,7 +40,13 @@ def tune(
     format: Annotated[
         str, typer.Option(help="Checkpoint formats, comma-separated.")
     ] = "fp32_split,fp32,bf16",
-    capacity: Annotated[int, typer.Option(help="Rows before a fold (L) while measuring.")] = 16,
+    capacity: Annotated[
+        str,
+        typer.Option(
+            help="Rows before a fold (L) while measuring; auto: for each format the power of two "
+            "that moves the fewest bytes."
+        ),
+    ] = "auto",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -54,8 +61,12 @@ def tune(
     spec = one_spec(model, family).shard(0, tp)
     formats = [get_format(f).name for f in format.split(",")]
     batches = integers("batch", batch)
-    positive_int("capacity", capacity)
-    cases = [TuneCase(spec, b, f, capacity) for f in formats for b in batches]
+    lengths = [None] if capacity == "auto" else integers("capacity", capacity)
+    if len(lengths) > 1:
+        raise InputError(f"capacity: got {capacity!r}; allowed one integer or auto; run tune twice")
+    cases = [
+        TuneCase(spec, b, f, lengths[0] or best_capacity(spec, f)) for f in formats for b in batches
+    ]
     if show:
         Console().print(_launches(cases))
         return 0

@@ -159,12 +159,13 @@ def _direct_wins(case: TuneCase, outcome: Outcome) -> bool | None:
     micros: dict[str, Any] = outcome.micros
     ops = [stage.op for stage in STAGES if stage.part == "readout" and stage.op in micros]
     readout = min((micros[op] for op in ops), default=0)
-    if "direct" not in micros or "fold" not in micros or not readout:
+    fold = next((micros[s.op] for s in STAGES if s.part == "fold" and s.op in micros), None)
+    if "direct" not in micros or fold is None or not readout:
         return None
     # The measured fold list is that of a step in which somebody folds.
     folds = -(-case.batch // case.capacity)
     share = case.batch / case.capacity / folds
-    return bool(micros["direct"] < readout + share * micros["fold"])
+    return bool(micros["direct"] < readout + share * fold)
 
 
 def _largest_without_gap(wins: dict[int, bool]) -> int:

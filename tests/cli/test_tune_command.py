@@ -12,6 +12,8 @@ pytest.importorskip("rich", reason="the cli extra is not installed")
 
 from replayinfer.cli import tune as command
 from replayinfer.cli.app import run
+from replayinfer.cli.options import one_spec
+from replayinfer.cost import best_capacity
 from replayinfer.kernels.launch.config import LaunchConfig
 from replayinfer.kernels.launch.table import read_table, shape_key
 from replayinfer.tune import Outcome, TuneReport
@@ -73,7 +75,8 @@ def test_without_a_gpu_it_says_so_in_one_line(tune, tmp_path):
         (["--batch", "0"], "batch: got '0'; allowed integers >= 1"),
         (["--batch", "1,x"], "batch: got '1,x'"),
         (["--format", "fp8"], "format: got 'fp8'; allowed fp32"),
-        (["--capacity", "0"], "capacity: got 0; allowed an integer >= 1"),
+        (["--capacity", "0"], "capacity: got '0'; allowed integers >= 1"),
+        (["--capacity", "8,16"], "capacity: got '8,16'; allowed one integer or auto"),
         (["--tp", "3"], "size: got 3; allowed a divisor of heads=128"),
         (["--capacity", "many"], "capacity"),
     ],
@@ -84,6 +87,13 @@ def test_bad_input_is_one_line_and_status_2(arguments, message, tune, gpu):
     assert err.count("\n") == 1
     assert message in err
     assert not gpu
+
+
+def test_the_length_is_the_one_that_bench_takes(tune, gpu):
+    status, _, _ = tune("--batch", "1", "--format", "fp32,bf16", "--model", "qwen3-next")
+    assert status == 0
+    spec = one_spec("qwen3-next", None)
+    assert [c.capacity for c in gpu] == [best_capacity(spec, f) for f in ("fp32", "bf16")]
 
 
 def test_without_a_file_the_table_is_all_of_the_output(tune, gpu):

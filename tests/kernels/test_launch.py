@@ -14,7 +14,7 @@ from replayinfer.kernels.launch.config import LaunchConfig
 
 TABLES = resources.files("replayinfer.kernels.launch") / "tables"
 SUPER = Mamba2Spec(heads=128, dim=64, state=128, groups=8)
-OPERATIONS = ("fused", "prepass", "readout", "fold", "fold32", "conv")
+OPERATIONS = ("fused", "prepass", "readout", "fold", "fold32", "conv", "direct")
 
 
 @pytest.mark.parametrize("path", list(TABLES.iterdir()), ids=lambda p: p.name)

@@ -17,11 +17,11 @@ KEY = "mamba2:8x64x128/8 fp32"
 class Machine:
     """One time for every choice of a part."""
 
-    def __init__(self, **micros) -> None:
-        self.micros = micros
+    def __init__(self, folds="fold", **micros) -> None:
+        self.folds, self.micros = folds, micros
 
     def asked(self, part, choices):
-        return {"readout", "fold", "direct"}
+        return {"readout", self.folds, "direct"}
 
     def wrong(self, part, choices):
         return None
@@ -37,7 +37,7 @@ def report():
 
 @pytest.fixture(autouse=True)
 def makers(monkeypatch):
-    ops = ("readout", "fold", "direct")
+    ops = ("readout", "fold", "fold32", "direct")
     monkeypatch.setattr(known, "_MAKERS", {("mamba2", op): lambda s, f: [A] for op in ops})
 
 
@@ -81,6 +81,12 @@ def test_direct_steps_up_to_the_first_batch_at_which_replay_wins(wins, limit, re
 )
 def test_a_step_pays_its_share_of_the_folds(batch, capacity, fold, limit, report):
     tuned(report, {batch: Machine(readout=10.0, fold=fold, direct=12.0)}, capacity)
+    assert report.direct_up_to == {f"direct {KEY}": limit}
+
+
+@pytest.mark.parametrize(("fold", "limit"), [(7.9, 0), (8.1, 4)])
+def test_the_fold_of_many_rows_counts_as_well(fold, limit, report):
+    tuned(report, {4: Machine("fold32", readout=10.0, fold=fold, direct=12.0)})
     assert report.direct_up_to == {f"direct {KEY}": limit}
 
 
