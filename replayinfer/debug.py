@@ -10,10 +10,17 @@ import torch
 from numpy.typing import NDArray
 
 from .errors import CheckError, NonFiniteStateError
-from .planner import Plan
+from .planner import DevicePlan, HostPlanner, Plan
+from .planner.trees import ancestor_masks, mask_columns
 from .pools import StatePool
 
-__all__ = ["check_finite_outputs", "check_finite_states", "check_guards", "check_plan"]
+__all__ = [
+    "check_device_plan",
+    "check_finite_outputs",
+    "check_finite_states",
+    "check_guards",
+    "check_plan",
+]
 
 
 def check_plan(pool: StatePool, plan: Plan) -> None:
@@ -42,7 +49,9 @@ def check_plan(pool: StatePool, plan: Plan) -> None:
     moved = plan.fold | in_place
     targets = plan.pages[moved]
     _unshared("checkpoint page", targets, pool.checkpoint_ids.refs)
-    _own("checkpoint page", targets, cur.checkpoint[slots[moved], None], plan.taken_checkpoints)
+    spares = pool.on_device
+    own = plan.taken_checkpoints if spares is None else spares.own_checkpoint[slots]
+    _own("checkpoint page", targets, cur.checkpoint[slots[moved], None], own)
     rows = sizes.page_rows
     place = np.arange(plan.table.shape[1])
     first = (plan.starts // rows)[:, None]
@@ -54,8 +63,47 @@ def check_plan(pool: StatePool, plan: Plan) -> None:
     if (plan.table[place * rows < plan.starts[:, None]] < 0).any():
         raise CheckError("plan: a committed row has no input page")
     _unshared("input page", written, pool.input_ids.refs)
-    _own("input page", written, cur.table[slots[np.nonzero(writes)[0]]], plan.taken_inputs)
+    own = plan.taken_inputs if spares is None else spares.own_table[slots].ravel()
+    _own("input page", written, cur.table[slots[np.nonzero(writes)[0]]], own)
     _check_arrays(pool, plan)
+
+
+def check_device_plan(pool: StatePool, plan: DevicePlan) -> None:
+    """A plan that the device made is the one that the host makes of the same sequences; syncs.
+
+    Raises
+    ------
+    CheckError
+        It differs, or the host's own plan fails its checks.
+    """
+    rows = np.flatnonzero(plan.slots >= 0)
+    if (plan.fold[rows] & (plan.fold_rows[rows] == 0)).any():
+        raise CheckError("plan: the device folds a sequence without rows")
+    busy, unnamed = pool.cursors.busy.copy(), pool.cursors.unnamed
+    pool.cursors.busy[:], pool.cursors.unnamed = False, 0
+    try:
+        # What folds early is the policy's affair: here it is told.
+        planner = HostPlanner(pool)
+        want = planner.plan(plan.handles[rows], plan.windows[rows], force_fold=plan.fold[rows])
+        try:
+            check_plan(pool, want)
+            for name in ("slot", "page", "history", "window", "conv_place", "table", "ancestors"):
+                have, wanted = (getattr(p.arrays, name).cpu().numpy() for p in (plan, want))
+                if not np.array_equal(have[rows], wanted[: rows.size]):
+                    raise CheckError(f"plan: the device's {name} is not what the host plans")
+                pads = np.delete(have, rows, axis=0)
+                if (pads != (-1 if name in ("slot", "page", "table") else 0)).any():
+                    raise CheckError(f"plan: the device's {name} has more than pads in its pads")
+            for name in ("fold_source", "fold_target", "fold_rows", "fold_table"):
+                have, wanted = (getattr(p.arrays, name).cpu().numpy() for p in (plan, want))
+                if not np.array_equal(have[: want.fold_count], wanted[: want.fold_count]):
+                    raise CheckError(f"plan: the device's {name} is not what the host plans")
+                if (have[want.fold_count :] != (0 if name == "fold_rows" else -1)).any():
+                    raise CheckError(f"plan: the device's {name} goes on beyond its folds")
+        finally:
+            planner.abort(want)
+    finally:
+        pool.cursors.busy[:], pool.cursors.unnamed = busy, unnamed
 
 
 def check_guards(pool: StatePool) -> None:
@@ -116,6 +164,7 @@ def _check_arrays(pool: StatePool, plan: Plan) -> None:
         "fold_target": (plan.pages[plan.fold_index], -1),
         "fold_rows": (plan.fold_rows[plan.fold_index], 0),
         "fold_table": (cur.table[folding], -1),
+        "ancestors": (_masks(pool, plan), 0),
     }
     for name, (want, pad) in planned.items():
         array = getattr(plan.arrays, name).cpu().numpy()
@@ -124,6 +173,11 @@ def _check_arrays(pool: StatePool, plan: Plan) -> None:
             raise CheckError(f"plan: its array {name} is not what was planned")
         if (array[used:] != pad).any():
             raise CheckError(f"plan: its array {name} has more than pads beyond what was planned")
+
+
+def _masks(pool: StatePool, plan: Plan) -> NDArray[np.int32]:
+    columns = mask_columns(pool.max_window)
+    return np.broadcast_to(ancestor_masks(plan.parents, columns), (plan.batch, columns))
 
 
 def _own(

@@ -114,6 +114,21 @@ def _fold(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
         )  # fmt: skip
 
 
+@_of("verify", "mamba2")
+def _verify(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
+    """4 to 16 KB of the checkpoint to a warp."""
+    for warps, rows, registers in (
+        (1, 32, 0), (1, 32, 128), (1, 64, 0), (1, 16, 0), (2, 64, 0), (2, 64, 128),
+    ):  # fmt: skip
+        yield LaunchConfig(num_warps=warps, rows=rows, registers=registers)
+
+
+@_of("verify_prepass", "mamba2")
+def _verify_prepass(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
+    for warps, rows in ((1, 32), (1, 16), (2, 32), (1, 64)):
+        yield LaunchConfig(num_warps=warps, rows=rows)
+
+
 @_of("conv", *_EVERY)
 def _conv(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
     for warps, rows in ((4, 512), (4, 256), (4, 1024), (2, 256), (8, 1024)):

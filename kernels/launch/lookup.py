@@ -36,8 +36,8 @@ def lookup(op: str, spec: Any, fmt: str, batch: int, device: torch.device) -> La
 
     Parameters
     ----------
-    op : {"fused", "prepass", "readout", "fold", "fold32", "conv", "direct", "verify", \
-            "verify_prepass", "compact"}
+    op : {"fused", "prepass", "readout", "fold", "fold32", "fold64", "conv", "direct", \
+            "verify", "verify_prepass", "compact"}
     spec : LayerSpec
         A layer, or its shard: the table has both where both were measured.
     fmt : str
@@ -82,6 +82,7 @@ def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
       more than a fifth of a program idle;
     - fold: tiles of 64 x 64 in the matrix units' own order, which needs 16 rows to a warp, and as
       many programs as the registers of a multiprocessor hold;
+    - fold64, one of more than 32 rows (not measured): smaller tiles, that the rows may fit;
     - fold of a delta rule (fold32 is one of more than 16 rows): the same order, and as many
       programs as the registers hold without a spill;
     - direct (not measured): 4 KB of float32 state to a warp, and two warps;
@@ -95,7 +96,8 @@ def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
     if op == "verify_prepass":
         return LaunchConfig(num_warps=1, rows=32)
     if op == "verify":
-        return LaunchConfig(num_warps=1, rows=16 if fmt == "fp32" or spec.dim <= 16 else 32)
+        small = fmt == "fp32" or spec.state > 128
+        return LaunchConfig(num_warps=1, rows=16 if small else 32)
     if op == "compact":
         return LaunchConfig(num_warps=4, rows=1024)
     if op == "conv":
@@ -111,6 +113,10 @@ def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
         return LaunchConfig(num_warps=4, rows=32) if small else None
     if op in ("fold", "fold32") and spec.family != "mamba2":
         return _delta_fold(op, spec, fmt)
+    if op == "fold64":
+        if spec.dim % 64 == 0:
+            return LaunchConfig(rows=64, columns=32, heads=2, programs_per_sm=4, registers=128)
+        return LaunchConfig(num_warps=1, rows=16, columns=64, heads=4, programs_per_sm=8)
     if op == "fold":
         if spec.dim % 64 == 0:
             return LaunchConfig(rows=64, columns=64, heads=2, programs_per_sm=4, registers=128)
@@ -148,8 +154,8 @@ def _delta_verify(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig:
         return LaunchConfig(num_warps=1, registers=168 if spec.family == "gdn" else 0)
     if spec.dim <= 32:
         return LaunchConfig(num_warps=1, rows=16)
-    if spec.family == "gdn" and fmt in ("fp32_split", "bf16") and batch * spec.heads > 4096:
-        return LaunchConfig(num_warps=1, rows=64)
+    if spec.family == "gdn" and fmt in ("fp32_split", "bf16"):
+        return LaunchConfig(num_warps=1, rows=64 if batch * spec.heads > 4096 else 32)
     return LaunchConfig(num_warps=2, rows=32 if fmt == "fp32" else 64)
 
 

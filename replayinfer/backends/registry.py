@@ -26,8 +26,6 @@ def _triton() -> Backend:
 # In the order `auto` tries them; factories, so that nothing is imported before it is used.
 _FACTORIES: dict[str, Callable[[], Backend]] = {"triton": _triton, "torch": _torch}
 _MADE: dict[str, Backend] = {}
-# Families whose Triton kernels have passed their tests on a GPU.
-_ON_GPU = {"mamba2", "gdn", "kda"}
 
 
 def available() -> list[str]:
@@ -108,9 +106,8 @@ def select_prefill(name: str | PrefillBackend, pool: StatePool) -> PrefillBacken
 
 
 def _prefer_triton(pool: StatePool) -> bool:
-    """Whether ``auto`` may take it: on a CPU it is an interpreter, for checking kernels; and only
-    kernels that have been run on a GPU are taken unasked."""
-    return pool.device.type != "cpu" and pool.spec.family in _ON_GPU
+    """Whether ``auto`` may take it: on a CPU it is an interpreter, for checking kernels."""
+    return pool.device.type != "cpu"
 
 
 def _make(name: str) -> Backend:

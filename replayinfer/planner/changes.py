@@ -28,6 +28,9 @@ class Changes:
         The sequences that fold.
     moved : int64
         Those of them whose checkpoint page others hold, and that need another.
+    spares : int32 or None
+        The pages that they move to where they have them, as in a device-planned pool; without it
+        pages have to be taken.
     starts : int32 [batch]
         Rows before the window, after the folds.
     table : int32 [batch, pages]
@@ -43,6 +46,7 @@ class Changes:
     early: int
     index: NDArray[np.int64]
     moved: NDArray[np.int64]
+    spares: IdArray | None
     starts: NDArray[np.int32]
     table: IdArray
     dropped: IdArray
@@ -55,7 +59,12 @@ class Changes:
 
     def fit(self, pool: StatePool) -> bool:
         """Whether the pages to take are free."""
-        return self.moved.size <= pool.checkpoint_ids.free and self.needed <= pool.input_ids.free
+        return self.taken <= pool.checkpoint_ids.free and self.needed <= pool.input_ids.free
+
+    @property
+    def taken(self) -> int:
+        """Checkpoint pages to take."""
+        return 0 if self.spares is not None else int(self.moved.size)
 
 
 def step_changes(
@@ -73,7 +82,10 @@ def step_changes(
     """
     cur = pool.cursors
     history = cur.history[slots]
-    shared = pool.checkpoint_ids.refs[cur.checkpoint[slots]] > 1
+    if pool.on_device:
+        shared = cur.checkpoint[slots] != pool.on_device.own_checkpoint[slots]
+    else:
+        shared = pool.checkpoint_ids.refs[cur.checkpoint[slots]] > 1
     must = must_fold(history, windows, pool.capacity)
     if direct:
         chosen, rows = must, np.zeros_like(windows)
@@ -86,13 +98,15 @@ def step_changes(
     starts = np.where(fold, 0, history)
     # Sharing is judged by the counts as they are now, for all folds of the launch alike.
     table = cur.table[slots]  # a copy
-    dropped = _drop_shared(pool, table, index)
+    dropped = _drop_shared(pool, slots, table, index)
+    moved = index[shared[index]]
     return Changes(
         fold=fold,
         forced=int(np.count_nonzero(fold & ~chosen)),
         early=int(np.count_nonzero(chosen & ~must & fold)),
         index=index,
-        moved=index[shared[index]],
+        moved=moved,
+        spares=pool.on_device.own_checkpoint[slots[moved]] if pool.on_device else None,
         starts=starts,
         table=table,
         dropped=dropped,
@@ -100,9 +114,19 @@ def step_changes(
     )
 
 
-def _drop_shared(pool: StatePool, table: IdArray, index: NDArray[np.int64]) -> IdArray:
-    """Take shared pages out of the rows `index` of `table`, and move private ones to the front."""
+def _drop_shared(
+    pool: StatePool, slots: NDArray[np.int64], table: IdArray, index: NDArray[np.int64]
+) -> IdArray:
+    """Take shared pages out of the rows `index` of `table`, and move private ones to the front.
+
+    Where sequences have spares, those take the places of the shared pages.
+    """
     rows = table[index]
+    if pool.on_device:
+        own = pool.on_device.own_table[slots[index]]
+        table[index] = own
+        borrowed: IdArray = rows[rows != own]
+        return borrowed
     shared = (rows >= 0) & (pool.input_ids.refs[rows] > 1)
     if not shared.any():
         return _NO_IDS

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, PlanError
@@ -13,7 +14,7 @@ from ..pools import StatePool
 from .changes import step_changes
 from .plan import Plan, PlanBuffer
 from .policy import Policy, get_policy
-from .trees import check_parents
+from .trees import ancestor_masks, check_parents, mask_columns
 
 __all__ = ["HostPlanner"]
 
@@ -114,13 +115,14 @@ class HostPlanner:
                 "use another wrapper"
             )
 
+        pool.refresh(slots)
         history = cur.history[slots]
         goes_direct = self._goes_direct(direct, wins, width, tree is not None, size)
         todo = step_changes(pool, self.policy, slots, wins, forced, goes_direct)
         if goes_direct and direct is not True and not todo.fit(pool):
             goes_direct = False
             todo = step_changes(pool, self.policy, slots, wins, forced, goes_direct)
-        pool.checkpoint_ids.require(todo.moved.size)
+        pool.checkpoint_ids.require(todo.taken)
         pool.input_ids.require(todo.needed)
 
         pages = cur.checkpoint[slots]  # fancy indexing makes copies
@@ -132,14 +134,14 @@ class HostPlanner:
             taken_inputs = pool.input_ids.take(todo.needed)
             table[todo.missing] = taken_inputs
         if todo.moved.size:
-            taken_checkpoints = pool.checkpoint_ids.take(todo.moved.size)
+            taken_checkpoints = pool.checkpoint_ids.take(todo.taken)
             released = pages[todo.moved]
-            pages[todo.moved] = taken_checkpoints
+            pages[todo.moved] = taken_checkpoints if todo.spares is None else todo.spares
 
         buffer = self._buffers.get(size)
         if buffer is None:
             buffer = self._buffers[size] = PlanBuffer(
-                size, pool.sizes.pages_per_sequence, pool.device
+                size, pool.sizes.pages_per_sequence, mask_columns(pool.max_window), pool.device
             )
         out = buffer.begin()
         out["slot"][:n] = slots
@@ -148,6 +150,7 @@ class HostPlanner:
         out["window"][:n] = wins
         out["conv_place"][:n] = (cur.base[slots] + history) % pool.conv.ring
         out["table"][:n] = table
+        out["ancestors"][:n] = ancestor_masks(tree, out["ancestors"].shape[1])
         k = int(index.size)
         if k:
             out["fold_count"][0] = k
@@ -185,12 +188,16 @@ class HostPlanner:
         # Released only now: no destination of this launch can be a page that it still reads.
         pool.checkpoint_ids.release(plan.released_checkpoints)
         pool.input_ids.release(plan.released_inputs)
+        pool.push(slots)
         plan.state = "folded"
 
-    def commit(self, plan: Plan, accepted: ArrayLike | None = None) -> NDArray[np.int32]:
+    def commit(
+        self, plan: Plan, accepted: ArrayLike | torch.Tensor | None = None
+    ) -> NDArray[np.int32]:
         """Advance every history by the accepted tokens of its window; returns the counts.
 
-        A direct step advances the token base instead, and histories stay 0.
+        A direct step advances the token base instead, and histories stay 0. Counts in a tensor on
+        a device are waited for.
 
         Raises
         ------
@@ -202,13 +209,14 @@ class HostPlanner:
         """
         self.require(plan, "folded", "commit")
         counts = plan.windows if accepted is None else self._accepted(plan, accepted)
-        cur = self.pool.cursors
+        pool, cur = self.pool, self.pool.cursors
         if plan.direct:
             cur.base[plan.slots] += counts
             cur.undo[plan.slots] = 0
         else:
             cur.history[plan.slots] += counts
             cur.undo[plan.slots] = counts
+        pool.push(plan.slots)
         self._finish(plan, "committed")
         return counts
 
@@ -242,6 +250,7 @@ class HostPlanner:
             # The window may have been written into the ring over the oldest rows a rollback needs.
             room = (pool.max_window - plan.windows).astype(np.int32)
             cur.undo[plan.slots] = np.minimum(cur.undo[plan.slots], room)
+            pool.push(plan.slots)
         self._finish(plan, "aborted")
         if free:
             pool.free(plan.handles[plan.windows > 0])
@@ -340,7 +349,9 @@ class HostPlanner:
             raise InputError(f"{name}: got {got} for a direct step; allowed {allowed}; {advice}")
         return True
 
-    def _accepted(self, plan: Plan, accepted: ArrayLike) -> NDArray[np.int32]:
+    def _accepted(self, plan: Plan, accepted: ArrayLike | torch.Tensor) -> NDArray[np.int32]:
+        if isinstance(accepted, torch.Tensor):
+            accepted = accepted.cpu().numpy()
         counts = _array(accepted, np.int32)
         if counts.dtype.kind not in "iu" or counts.shape != (plan.batch,):
             raise InputError(

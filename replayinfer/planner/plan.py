@@ -45,6 +45,10 @@ class PlanArrays:
         Pages and row counts of the folds.
     fold_table : [bucket, pages]
         Input pages that hold the folded rows, as they were before this step.
+    ancestors : [bucket, max_window]
+        Bit ``s`` of entry ``t``: node ``s`` of the window is ``t``, or leads to it. A chain is a
+        tree without branches, so that kernels know no difference. No columns where windows have one
+        token, or more than an int32 has bits for.
     """
 
     slot: torch.Tensor
@@ -58,20 +62,23 @@ class PlanArrays:
     fold_target: torch.Tensor
     fold_rows: torch.Tensor
     fold_table: torch.Tensor
+    ancestors: torch.Tensor
 
 
-# Name -> (columns or "pages", pad value); fold_count stands alone at the front.
-_LAYOUT: tuple[tuple[str, bool, int], ...] = (
-    ("slot", False, -1),
-    ("page", False, -1),
-    ("history", False, 0),
-    ("window", False, 0),
-    ("conv_place", False, 0),
-    ("fold_source", False, -1),
-    ("fold_target", False, -1),
-    ("fold_rows", False, 0),
-    ("table", True, -1),
-    ("fold_table", True, -1),
+# Name, columns (one, or as many as there are "pages" or "nodes"), pad value; fold_count stands
+# alone at the front.
+_LAYOUT: tuple[tuple[str, str, int], ...] = (
+    ("slot", "one", -1),
+    ("page", "one", -1),
+    ("history", "one", 0),
+    ("window", "one", 0),
+    ("conv_place", "one", 0),
+    ("fold_source", "one", -1),
+    ("fold_target", "one", -1),
+    ("fold_rows", "one", 0),
+    ("table", "pages", -1),
+    ("fold_table", "pages", -1),
+    ("ancestors", "nodes", 0),
 )
 _ALIGN = 4  # ints; every array starts on 16 bytes, so kernels see one alignment in any bucket
 
@@ -84,9 +91,9 @@ class PlanBuffer:
     done.
     """
 
-    def __init__(self, bucket: int, pages: int, device: torch.device) -> None:
+    def __init__(self, bucket: int, pages: int, nodes: int, device: torch.device) -> None:
         self.bucket = bucket
-        self.pages = pages
+        self.columns = {"pages": pages, "nodes": nodes}
         size = self._spans()[-1][2]
         self._device = torch.full((size,), -1, dtype=torch.int32, device=device)
         self._events: list[torch.cuda.Event | None] = []
@@ -128,10 +135,11 @@ class PlanBuffer:
     def _spans(self) -> list[tuple[str, int, int, tuple[int, ...]]]:
         spans: list[tuple[str, int, int, tuple[int, ...]]] = [("fold_count", 0, 1, (1,))]
         stop = 1
-        for name, paged, _ in _LAYOUT:
-            shape = (self.bucket, self.pages) if paged else (self.bucket,)
+        for name, kind, _ in _LAYOUT:
+            columns = self.columns.get(kind)
+            shape = (self.bucket,) if columns is None else (self.bucket, columns)
             start = -(-stop // _ALIGN) * _ALIGN
-            stop = start + self.bucket * (self.pages if paged else 1)
+            stop = start + self.bucket * (1 if columns is None else columns)
             spans.append((name, start, stop, shape))
         return spans
 
@@ -201,6 +209,12 @@ class Plan:
     def fold_count(self) -> int:
         """Sequences that fold before the readouts of this step."""
         return int(self.fold_index.size)
+
+    def ring_places(self) -> NDArray[np.int64]:
+        """Ring positions of the windows' first tokens ``[batch]``; a fold does not move them."""
+        cur = self.pool.cursors
+        tokens: NDArray[np.int64] = cur.base[self.slots] + cur.history[self.slots]
+        return tokens % self.pool.conv.ring
 
     @property
     def moved(self) -> bool:

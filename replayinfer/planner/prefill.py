@@ -87,12 +87,14 @@ class PrefillPlanner:
         pool, cur = self.pool, self.pool.cursors
         pool.require_bound()
         slots = cur.resolve(sequences)
+        pool.refresh(slots)
         cu = _check_cu_seqlens(cu_seqlens, int(slots.size))
         source = cur.checkpoint[slots]
         target = source.copy()
         fresh = (cur.base[slots] == 0) & (cur.history[slots] == 0) & ~cur.given[slots]
         in_place = fresh & (pool.checkpoint_ids.refs[source] == 1)
         moved = np.flatnonzero(~in_place & (np.diff(cu) > 0))
+        pool.require(0, int(moved.size), 0)
         target[moved] = pool.checkpoint_ids.take(int(moved.size))
         cur.busy[slots] = True
         conv = pool.conv
@@ -112,6 +114,10 @@ class PrefillPlanner:
         replaced = moved & (plan.source != plan.target)
         pool.checkpoint_ids.release(plan.source[replaced])
         cur.checkpoint[slots] = plan.target[moved]
+        if pool.on_device:
+            own = pool.on_device.own_checkpoint
+            owned = replaced & (plan.source == own[plan.slots])
+            own[plan.slots[owned]] = plan.target[owned]
         cur.base[slots] += cur.history[slots] + lengths
         cur.history[slots] = 0
         cur.undo[slots] = 0
@@ -123,6 +129,7 @@ class PrefillPlanner:
                 token = int(cur.base[slot])
                 for layer in range(len(pool.layers)):
                     pool.conv.write_before(layer, slot, token, plan.tails[layer, i])
+        pool.push(slots)
         self._finish(plan, "committed")
 
     def abort(self, plan: PrefillPlan) -> None:

@@ -14,7 +14,16 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError
 
-__all__ = ["ancestors", "check_parents", "check_paths", "convolution_sources"]
+__all__ = [
+    "ancestor_masks",
+    "ancestors",
+    "check_parents",
+    "check_paths",
+    "convolution_sources",
+    "mask_columns",
+]
+
+_BITS = 31  # of an int32 that are not its sign
 
 
 def check_parents(parents: ArrayLike, windows: NDArray[np.int32], width: int) -> NDArray[np.int32]:
@@ -54,6 +63,28 @@ def ancestors(parents: NDArray[np.int32]) -> NDArray[np.bool_]:
         reach[:, t] = reach[row, parent] & (parent >= 0)[:, None]
         reach[:, t, t] = True
     return reach
+
+
+def mask_columns(window: int) -> int:
+    """Columns of `ancestor_masks` for windows of up to so many tokens."""
+    return window if 1 < window <= _BITS else 0
+
+
+def ancestor_masks(parents: NDArray[np.int32] | None, columns: int) -> NDArray[np.int32]:
+    """`ancestors` as bits, int32 ``[batch, columns]``, for kernels; a chain's row for None.
+
+    Bit ``s`` of entry ``t``: node ``s`` is ``t``, or leads to it. Beyond the width of `parents` an
+    entry has its own bit alone.
+    """
+    own = np.int32(1) << np.arange(columns, dtype=np.int32)
+    if parents is None:
+        return np.cumsum(own, dtype=np.int32)
+    masks = np.tile(own, (len(parents), 1))
+    row = np.arange(len(parents))
+    for t in range(min(columns, parents.shape[1])):  # over nodes, not over sequences
+        parent = parents[:, t]
+        masks[:, t] |= np.where(parent >= 0, masks[row, parent], 0)
+    return masks
 
 
 def convolution_sources(parents: NDArray[np.int32], taps: int) -> NDArray[np.int64]:

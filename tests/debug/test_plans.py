@@ -127,7 +127,7 @@ def test_tampered_plans(rig, sequences, fault, message, monkeypatch, rng):
 
 
 ARRAYS = ("slot", "page", "history", "window", "conv_place", "table", "fold_count", "fold_source",
-          "fold_target", "fold_rows", "fold_table")  # fmt: skip
+          "fold_target", "fold_rows", "fold_table", "ancestors")  # fmt: skip
 
 
 @pytest.mark.parametrize("place", [0, 1, -1])

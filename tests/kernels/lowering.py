@@ -22,6 +22,7 @@ from replayinfer import ReplayDecodeWrapper, StatePool
 from replayinfer.backends.triton import delta
 from replayinfer.testing import delta_inputs, delta_weights
 from tests.kernels.delta_pair import DeltaCase, launching
+from tests.kernels.verify_pair import verifying
 
 TYPES = {
     torch.float32: "*fp32",
@@ -58,18 +59,18 @@ def lower(kernel, *args, grid, warmup, **kwargs) -> None:
     source.make_ir(target, options, code, backend.get_module_map(), context)
 
 
-def decode(case: DeltaCase) -> None:
+def decode(case: DeltaCase, width: int = 1) -> None:
     rng = torch.Generator().manual_seed(0)
     pool = StatePool(
         case.spec, [0], case.batch, capacity=case.capacity, format=case.format, dtype=case.dtype,
-        page_rows=case.page_rows,
+        page_rows=case.page_rows, max_window=width,
     )  # fmt: skip
     pool.bind(0, **delta_weights(case.spec, rng))
-    plan = ReplayDecodeWrapper(pool, backend="torch").plan(pool.alloc(case.batch))
-    inputs = delta_inputs(case.spec, 1, case.batch, case.dtype, rng)
-    out = torch.empty((case.batch, 1, case.heads, case.dim), dtype=case.dtype)
-    with launching(case):
-        delta.readout(pool, plan, 0, inputs, out)
+    plan = ReplayDecodeWrapper(pool, backend="torch").plan(pool.alloc(case.batch), width)
+    inputs = delta_inputs(case.spec, width, case.batch, case.dtype, rng)
+    out = torch.empty((case.batch, width, case.heads, case.dim), dtype=case.dtype)
+    with launching(case), verifying(case):
+        (delta.readout if width == 1 else delta.verify)(pool, plan, 0, inputs, out)
 
 
 def main() -> None:
@@ -87,6 +88,14 @@ def main() -> None:
         ):
             print(case, flush=True)
             decode(case)
+        for case, width in (
+            (base, 4),
+            (base.but(format="fp32", dtype=torch.float32, gate="log", norm="none"), 3),
+            (base.but(format="fp16", dtype=torch.float16, capacity=33, warps=2, rows=64), 16),
+            (base.but(dim=20, state=24, page_rows=1, rows=16), 2),
+        ):
+            print(case, "by", width, flush=True)
+            decode(case, width)
     decode(BASE.but(family="kda", gate="bounded"))
 
 

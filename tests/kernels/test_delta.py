@@ -181,5 +181,5 @@ def test_says_what_it_does_not_serve():
     backend = TritonBackend()
     odd = StatePool(GDNSpec(heads=2, dim=4, state=5), [0], 1)
     assert "state=5" in (backend.supports(odd) or "")
-    drafts = StatePool(KDASpec(heads=2, dim=4, state=4), [0], 1, max_window=2)
-    assert "max_window=2" in (backend.supports(drafts) or "")
+    drafts = StatePool(KDASpec(heads=2, dim=4, state=4), [0], 1, max_window=17, capacity=20)
+    assert "max_window=17" in (backend.supports(drafts) or "")

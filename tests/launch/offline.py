@@ -42,9 +42,13 @@ def keys() -> None:
 
     JITFunction.run = note
     rng = np.random.default_rng()
-    for shape in SHAPES.values():
+    windows = {"max_window": 3, "capacity": 5, "direct": "never"}
+    for shape, options in [
+        *((s, {"direct": 2}) for s in SHAPES.values()),
+        (SHAPES["odd"], windows),
+    ]:
         for fused in (None, LaunchConfig(num_warps=4, rows=16)):
-            wrapper = make(shape, direct=2)
+            wrapper = make(shape, **options)
             with forced(fused=fused):
                 wrapper.warmup()
                 warm = set(found)
@@ -64,7 +68,8 @@ def wide() -> None:
     for fused in (None, LaunchConfig(num_warps=4, rows=32)):
         with forced(fused=fused):
             make(spec, page_rows=8, capacity=16).warmup([2])
-    for name in ("_fold_kernel", "_fused_kernel", "_readout_kernel"):
+    make(spec, page_rows=8, capacity=16, max_window=4).warmup([2], windows=[4])
+    for name in ("_fold_kernel", "_fused_kernel", "_readout_kernel", "_verify_kernel"):
         kernel, args, options = launches[name]
         bound, known, rest = specialize(kernel, args, options)
         types = {p.name: k[0] for p, k in zip(kernel.params, known, strict=True)}
@@ -77,7 +82,8 @@ def wide() -> None:
         settings = BACKEND.parse_options(rest).__dict__
         ptx = compile(source, target=TARGET, options=settings).asm["ptx"]
         counts = [len(re.findall(rf"{op}\.global\S*\.v4\.", ptx)) for op in ("ld", "st")]
-        print(json.dumps({"kernel": name, "wide": counts}))
+        shuffles = len(re.findall(r"shfl\.sync", ptx))
+        print(json.dumps({"kernel": name, "wide": counts, "shuffles": shuffles}))
 
 
 if __name__ == "__main__":

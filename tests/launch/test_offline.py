@@ -35,8 +35,12 @@ def test_after_a_warmup_no_cache_key_is_new():
 @pytest.mark.slow
 def test_checkpoints_and_rows_are_read_128_bits_at_a_time():
     """Not specializing the other arguments has cost no wide access."""
-    found = {line["kernel"]: line["wide"] for line in offline("wide")}
+    lines = offline("wide")
+    found = {line["kernel"]: line["wide"] for line in lines}
     assert found["_fold_kernel"][0] >= 8
     assert found["_fold_kernel"][1] >= 8
     assert found["_fused_kernel"][0] >= 6
     assert found["_readout_kernel"][0] >= 16
+    assert found["_verify_kernel"][0] >= 16 + 4  # and the tokens' C
+    # Five of them for the question whether a sum is finite; none to move an operand.
+    assert {line["kernel"]: line["shuffles"] for line in lines}["_verify_kernel"] <= 6

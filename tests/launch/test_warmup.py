@@ -48,6 +48,19 @@ def test_later_steps_launch_nothing_new(shape, format, kernels, monkeypatch, num
     assert {launch.kernel for launch in launches} >= {"_fold_kernel"}
 
 
+@pytest.mark.parametrize("shape", ["odd", "round", "one head"])
+def test_windows_of_several_tokens(shape, monkeypatch, numpy_rng):
+    wrapper = make(SHAPES[shape], max_window=3, capacity=5)
+    with recording(monkeypatch) as launches:
+        wrapper.warmup()
+        warm = set(launches)
+        launches.clear()
+        walk(wrapper, numpy_rng)
+    assert set(launches) <= warm, difference(warm, set(launches))
+    names = {"_verify_kernel", "_verify_prepass_kernel", "_compact_kernel"}
+    assert {launch.kernel for launch in launches} >= names
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_other_activations(dtype, monkeypatch, numpy_rng):
     wrapper = make(SHAPES["odd"], dtype=dtype, format="fp32")
@@ -193,6 +206,20 @@ def test_variants_are_what_is_launched(shape, format, bucket, kernels, monkeypat
     assert {(o, k, frozenset(c), p) for o, k, c, p in got} == {
         (o, k, frozenset(c), p) for o, k, c, p in want
     }
+
+
+@pytest.mark.parametrize("window", [2, 9])
+def test_variants_of_windows(window):
+    spec = SHAPES["odd"]
+    listed = variants(spec, "fp32_split", 18, 4, 2, window=window)
+    by_op = {}
+    for variant in listed:
+        by_op.setdefault(variant.op, []).append(variant.launch)
+    assert set(by_op) == {"fold", "conv", "readout", "materialize", "compact"}
+    assert {n.kernel for n in by_op["readout"]} == {"_verify_kernel", "_verify_prepass_kernel"}
+    assert {n.constants["BLOCK_T"] for n in by_op["readout"]} == {8 if window <= 8 else 16}
+    assert {n.constants["WINDOW"] for n in by_op["conv"]} == {window}
+    assert len(by_op["compact"]) == 4  # a field each, and the rings
 
 
 def test_listing_is_of_one_thread_and_ends_with_it(monkeypatch):

@@ -60,7 +60,10 @@ def packed(pool, plan, rng, z) -> tuple[dict[str, torch.Tensor], torch.Tensor | 
 
 
 def walk(wrapper, rng, *, steps=30, z=(False, True), draw=draw, conv=True) -> None:
-    """Random steps: batches, pads, idle sequences, folds, forks, materialized states."""
+    """Random steps: batches, pads, idle sequences, folds, forks, materialized states.
+
+    With windows and draft trees as long as the pool has them, and paths that leave nodes out.
+    """
     pool = wrapper.pool
     live = pool.alloc(3)
     for _ in range(steps):
@@ -69,16 +72,21 @@ def walk(wrapper, rng, *, steps=30, z=(False, True), draw=draw, conv=True) -> No
         elif len(live) > 1 and rng.integers(4) == 0:
             pool.free(live.pop())
         some = [s for s in live if rng.integers(4)] or live[:1]
-        windows, force = rng.integers(2, size=len(some)), bool(rng.integers(5) == 0)
-        plan = wrapper.plan(some, windows, window=1, force_fold=force)
+        width, force = int(rng.integers(pool.max_window)) + 1, bool(rng.integers(5) == 0)
+        windows = rng.integers(width + 1, size=len(some))
+        parents = np.full((len(some), width), -1) if width > 1 and rng.integers(2) else None
+        plan = wrapper.plan(some, windows, window=width, force_fold=force, parents=parents)
         wrapper.fold()
         for layer in pool.layers:
             tokens, out = draw(pool, plan, rng, z[rng.integers(len(z))])
             wrapper.run(layer, out=out, **tokens)
             if conv and pool.spec.conv_width:
-                rows = torch.zeros(plan.bucket, 1, pool.spec.conv_channels, dtype=pool.dtype)
+                rows = torch.zeros(plan.bucket, width, pool.spec.conv_channels, dtype=pool.dtype)
                 wrapper.conv(layer, rows.to(pool.device))
-        wrapper.commit()
+        if parents is None:
+            wrapper.commit()
+        else:
+            wrapper.commit(paths=[[n - 1] if n else [] for n in windows.tolist()])
         if rng.integers(4) == 0:
             wrapper.materialize(live[-1])
     pool.free(live)

@@ -15,7 +15,7 @@ from ..pools.kit import SPECS, World
 NAMES = [f.name for f in dataclasses.fields(PlanArrays)]
 PADS = {
     "slot": -1, "page": -1, "history": 0, "window": 0, "conv_place": 0, "table": -1,
-    "fold_source": -1, "fold_target": -1, "fold_rows": 0, "fold_table": -1,
+    "fold_source": -1, "fold_target": -1, "fold_rows": 0, "fold_table": -1, "ancestors": 0,
 }  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_types_and_shapes(world):
         array = getattr(plan.arrays, name)
         assert array.dtype == torch.int32
         assert array.is_contiguous()
-        paged = name in ("table", "fold_table")
+        paged = name in ("table", "fold_table", "ancestors")  # two pages, and windows of two
         assert array.shape == ((1,) if name == "fold_count" else (6, 2) if paged else (6,)), name
 
 
@@ -128,7 +128,9 @@ def test_addresses_are_fixed_by_bucket(world):
     spans = []
     for bucket in (5, 6, 8):
         for name in NAMES:
-            rows = (1 if name == "fold_count" else bucket) * (2 if "table" in name else 1)
+            rows = (1 if name == "fold_count" else bucket) * (
+                2 if "table" in name or name == "ancestors" else 1
+            )
             spans.append((addresses[bucket][name], addresses[bucket][name] + 4 * rows))
     spans.sort()
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))

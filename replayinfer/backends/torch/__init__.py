@@ -15,6 +15,7 @@ from ...planner.prefill import PrefillPlan
 from ...pools import StatePool
 from . import delta, mamba2
 from .conv import conv_update
+from .planner import abort_step, commit_step, fold_step, plan_step
 from .prefill import prefill_conv_one, prefill_one
 from .rows import Window, compact_rows
 
@@ -123,6 +124,11 @@ class TorchBackend:
         conv: Sequence[Mapping[str, torch.Tensor]] | None,
     ) -> None:
         """Nothing to compile."""
+
+    plan_step = staticmethod(plan_step)
+    fold_step = staticmethod(fold_step)
+    commit_step = staticmethod(commit_step)
+    abort_step = staticmethod(abort_step)
 
     def prefill_conv(
         self, pool: StatePool, plan: PrefillPlan, layer: int, x: torch.Tensor, out: torch.Tensor

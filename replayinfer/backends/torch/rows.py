@@ -135,7 +135,7 @@ class Window:
         page = plan.table[sequence, row // rows]
         # A direct step writes no rows, and so has no pages for them.
         assert plan.direct or not page.size or int(page.min()) >= 0, "a window row has no page"
-        place = (_tokens_before(pool, plan)[sequence] + token) % pool.conv.ring
+        place = (plan.ring_places()[sequence] + token) % pool.conv.ring
         send = pool.device_ids
         parents = plan.parents
         if parents is None:
@@ -174,12 +174,6 @@ class Window:
             field[layer, self.page, self.offset] = values[self.sequence, self.token].to(field.dtype)
 
 
-def _tokens_before(pool: StatePool, plan: Plan) -> NDArray[np.int64]:
-    """Tokens before the window; a fold moves base and history, not their sum."""
-    cur = pool.cursors
-    return cur.base[plan.slots] + cur.history[plan.slots]
-
-
 def compact_rows(pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
     """Move the rows of accepted nodes ``[batch, window]`` (-1: none) to where a chain has them.
 
@@ -201,6 +195,6 @@ def compact_rows(pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
     (page, offset), (to_page, to_offset) = place(node), place(rank.astype(np.int32))
     for field in pool.inputs.fields.values():
         field[:, to_page, to_offset] = field[:, page, offset]
-    slot, before, ring = send(plan.slots[sequence]), _tokens_before(pool, plan)[sequence], pool.conv
+    slot, before, ring = send(plan.slots[sequence]), plan.ring_places()[sequence], pool.conv
     source, target = send((before + node) % ring.ring), send((before + rank) % ring.ring)
     ring.rows[:, slot, target] = ring.rows[:, slot, source]

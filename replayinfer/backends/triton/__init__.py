@@ -14,15 +14,17 @@ from numpy.typing import NDArray
 from ...env import launch_tables
 from ...planner import Plan
 from ...pools import StatePool
-from . import delta, mamba2
+from . import delta, mamba2, planner
 from . import direct as direct_step
+from .compact import compact_rows
 from .warmup import warmup
 from .workspace import config, single_fold
 
 __all__ = ["TritonBackend"]
 
-# Each has fold and readout.
+# Each has fold and readout, and verify where it serves windows of several tokens.
 _FAMILIES: dict[str, ModuleType] = {"mamba2": mamba2, "gdn": delta, "kda": delta}
+_LONGEST_WINDOW = 16
 
 
 class TritonBackend:
@@ -56,8 +58,12 @@ class TritonBackend:
         spec: Any = pool.spec
         if spec.state % 2:
             return f"state={spec.state}; its kernels read channels in pairs"
-        if pool.max_window != 1:
-            return f"max_window={pool.max_window}; its kernels decode one token a step"
+        longest = _LONGEST_WINDOW if hasattr(_FAMILIES[spec.family], "verify") else 1
+        if pool.max_window > longest:
+            return (
+                f"max_window={pool.max_window}; its kernels serve windows of up to {longest} "
+                f"for {spec.family}"
+            )
         return None
 
     def fold(self, pool: StatePool, plan: Plan) -> None:
@@ -75,6 +81,7 @@ class TritonBackend:
             out, x, pool.conv.rows[layer],
             weights["conv_weight"][layer], weights["conv_bias"][layer],
             arrays.slot, arrays.conv_place, arrays.window,
+            arrays.ancestors if plan.window > 1 else None,
             activation=pool.spec.conv_activation,
             config=config(pool, "conv", plan.bucket),
         )  # fmt: skip
@@ -87,13 +94,14 @@ class TritonBackend:
         inputs: Mapping[str, torch.Tensor],
         out: torch.Tensor,
     ) -> None:
-        _FAMILIES[pool.spec.family].readout(pool, plan, layer, inputs, out)
+        family = _FAMILIES[pool.spec.family]
+        (family.verify if plan.window > 1 else family.readout)(pool, plan, layer, inputs, out)
 
     direct = staticmethod(direct_step.direct)
     prefers_direct = staticmethod(direct_step.prefers_direct)
 
     def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
-        """Nothing moves: the one node of a one-token window lies where a chain's row does."""
+        compact_rows(pool, plan, nodes)
 
     def materialize(
         self, pool: StatePool, layer: int, page: int, table: list[int], rows: int
@@ -114,3 +122,8 @@ class TritonBackend:
         conv: Sequence[Mapping[str, torch.Tensor]] | None,
     ) -> None:
         warmup(self, pool, plan, inputs, conv)
+
+    plan_step = staticmethod(planner.plan_step)
+    fold_step = staticmethod(planner.fold_step)
+    commit_step = staticmethod(planner.commit_step)
+    abort_step = staticmethod(planner.abort_step)

@@ -13,7 +13,7 @@ from ...pools import StatePool
 from .delta_fold import fold
 from .workspace import config, has_pdl, require_pairs, scratch
 
-__all__ = ["fold", "readout"]
+__all__ = ["fold", "readout", "verify"]
 
 
 def readout(
@@ -76,4 +76,57 @@ def readout(
         arrays.page, arrays.history, arrays.window, arrays.table,
         per_channel=per_channel, pdl=has_pdl(pool.device),
         config=config(pool, "readout", plan.bucket),
+    )  # fmt: skip
+
+
+def verify(
+    pool: StatePool,
+    plan: Plan,
+    layer: int,
+    inputs: Mapping[str, torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    """A window of tokens of every sequence in one layer, chains or draft trees, by two kernels."""
+    from replayinfer.kernels.delta.channel_verify_prepass import channel_verify_prepass
+    from replayinfer.kernels.delta.verify import block_of_tokens
+    from replayinfer.kernels.delta.verify import verify as stream
+    from replayinfer.kernels.delta.verify_prepass import verify_prepass
+
+    spec: Any = pool.spec
+    arrays = plan.arrays
+    raw, per_channel = spec.gate != "log", "state" in spec.gate_dims
+    plane = pool.checkpoints.plane[layer]
+    q, k, v, gate, beta = (inputs[n] for n in ("q", "k", "v", "a" if raw else "g", "b"))
+    a_log, dt_bias = (pool.weights[n][layer] if raw else None for n in ("A_log", "dt_bias"))
+    rows = {name: field[layer] for name, field in pool.inputs.fields.items()}
+    rules: dict[str, Any] = {
+        "gate_kind": spec.gate, "beta_rule": spec.beta,
+        "query_scale": spec.query_scale, "norm_eps": spec.norm_eps, "pdl": has_pdl(pool.device),
+        "config": config(pool, "verify_prepass", plan.bucket),
+    }  # fmt: skip
+
+    depth = max(16, 1 << (pool.capacity - 1).bit_length())
+    width = block_of_tokens(plan.window)
+    own = partial(scratch, arrays)
+    weight = own("weight", plan.bucket, spec.heads, depth, width, 2)
+    scale = own("scale", plan.bucket, spec.heads, 3 * width)
+    pairs = own("pairs", plan.bucket, spec.heads, 2, width, width)
+    rest = (
+        q, k, gate, beta, a_log, dt_bias,
+        rows["k"], rows.get("k_scale"), rows["g"], rows.get("beta"),
+        arrays.ancestors, arrays.history, arrays.window, arrays.table,
+    )  # fmt: skip
+    if per_channel:
+        decayed = own("decayed", plan.bucket, spec.heads, width, 2, spec.state)
+        channel_verify_prepass(
+            weight, scale, pairs, decayed, *rest, **rules, lower_bound=spec.lower_bound
+        )
+        q = k = decayed
+    else:
+        verify_prepass(weight, scale, pairs, *rest, **rules)
+    stream(
+        out, plane, weight, scale, pairs, q, k, v, rows["u"], rows.get("v"),
+        arrays.page, arrays.history, arrays.window, arrays.table,
+        capacity=pool.capacity, per_channel=per_channel, pdl=has_pdl(pool.device),
+        config=config(pool, "verify", plan.bucket),
     )  # fmt: skip

@@ -20,7 +20,7 @@ from .workspace import (
     scratch,
 )
 
-__all__ = ["fold", "readout"]
+__all__ = ["fold", "readout", "verify"]
 
 
 def fold(
@@ -38,7 +38,7 @@ def fold(
     plane, low = bit_planes(pool, layers)
     if out_low is not None:
         out = out.view(torch.int16)
-    choice = config(pool, "fold", bucket)
+    choice = config(pool, "fold" if pool.capacity <= 32 else "fold64", bucket)
     launch(
         out, out_low, plane, low, pool.weights["A"][layers],
         rows["x"][layers], rows["B"][layers], rows["dt"][layers],
@@ -92,4 +92,41 @@ def readout(
         y, plane, weight, scale, x, c, z, row_x,
         arrays.page, arrays.history, arrays.window, arrays.table,
         pdl=pdl, config=config(pool, "readout", plan.bucket),
+    )  # fmt: skip
+
+
+def verify(
+    pool: StatePool,
+    plan: Plan,
+    layer: int,
+    inputs: Mapping[str, torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    """A window of several tokens of every sequence in one layer; some may have none."""
+    from replayinfer.kernels.mamba2.verify import verify as stream
+    from replayinfer.kernels.mamba2.verify_prepass import verify_prepass as prepass
+
+    spec: Any = pool.spec
+    arrays, weights, rows = plan.arrays, pool.weights, pool.inputs.fields
+    x, dt, b, c = (inputs[name] for name in ("x", "dt", "B", "C"))
+    a, d_skip, dt_bias = (weights[name][layer] for name in ("A", "D", "dt_bias"))
+    row_x, row_b, row_dt = (rows[name][layer] for name in ("x", "B", "dt"))
+    pdl = has_pdl(pool.device)
+    tokens = 8 if plan.window <= 8 else 16
+    depth = max(16, 1 << (pool.capacity - 1).bit_length())
+    scores = scratch(arrays, "scores", plan.bucket, spec.groups, tokens, depth)
+    weight = scratch(arrays, "weight", plan.bucket, spec.heads, depth)
+    inside = scratch(arrays, "inside", plan.bucket, spec.heads, tokens, tokens + 2)
+    scale = scratch(arrays, "scale", plan.bucket, spec.heads, 2, tokens)
+    prepass(
+        scores, weight, inside, scale, dt, b, c, a, dt_bias, row_b, row_dt,
+        arrays.history, arrays.window, arrays.ancestors, arrays.table,
+        dt_limit=spec.dt_limit, dt_softplus=spec.dt_softplus,
+        pdl=pdl, config=config(pool, "verify_prepass", plan.bucket),
+    )  # fmt: skip
+    stream(
+        out, pool.checkpoints.plane[layer], scores, weight, inside, scale, x, c, inputs.get("z"),
+        d_skip, row_x,
+        arrays.page, arrays.history, arrays.window, arrays.table,
+        pdl=pdl, config=config(pool, "verify", plan.bucket),
     )  # fmt: skip

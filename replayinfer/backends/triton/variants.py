@@ -29,7 +29,7 @@ class Variant:
 
     Attributes
     ----------
-    op : {"fold", "conv", "readout", "direct", "materialize"}
+    op : {"fold", "conv", "readout", "direct", "materialize", "compact"}
         The operation of the backend that launches it.
     launch : DryLaunch
         The kernel's name, grid, constexpr arguments, and warps and registers.

@@ -16,6 +16,7 @@ import torch
 from ...planner import Plan
 from ...pools import StatePool
 from ..base import Backend
+from .compact import move
 
 __all__ = ["calls", "warmup"]
 
@@ -57,6 +58,9 @@ def calls(
         for tokens, out in steps:
             yield readout, partial(getattr(backend, readout), pool, plan, layer, tokens, out)
         yield "materialize", partial(backend.materialize, pool, layer, 0, no_rows, 0)
+    if plan.window > 1:
+        no_nodes = torch.full((plan.bucket, plan.window), -1, dtype=torch.int32, device=pool.device)
+        yield "compact", partial(move, pool, plan, no_nodes)
 
 
 def _steps(

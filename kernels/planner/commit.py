@@ -1,0 +1,142 @@
+"""Cursors on the device moved by a step: once its fold is enqueued, and at commit or abort.
+
+- *fold*: a sequence whose plan starts without rows, but which has some, folded them: its base takes
+  them, and it uses the pages that the plan gave it.
+- *commit*: every history grows by its accepted count, clamped to ``0..window``.
+- *abort*: nothing is accepted; a rollback may not reach rows whose place in the convolution ring
+  the dropped window may have taken.
+
+A sequence that was freed since the plan was made, or whose slot is another's now, is left alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .record import BASE, CHECKPOINT, HISTORY, TABLE, UNDO
+
+__all__ = ["abort_step", "commit_step", "fold_step"]
+
+_ROWS = 128  # of a program
+_FOLD, _COMMIT, _ABORT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit(
+    do_not_specialize=["entries", "bucket", "max_window"],
+    do_not_specialize_on_alignment=["accepted_ptr"],
+)
+def _move_kernel(
+    count_ptr, accepted_ptr,
+    slot_ptr, page_ptr, history_ptr, window_ptr, table_ptr, handle_ptr,
+    record_ptr, wide_ptr,
+    entries, bucket, max_window,
+    ACTION: tl.constexpr, GIVEN: tl.constexpr,
+    WORDS: tl.constexpr, PAGES: tl.constexpr, BLOCK_P: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    in_bucket = i < bucket
+    slot = tl.load(slot_ptr + i, mask=in_bucket, other=-1).to(tl.int64)
+    planned = tl.load(handle_ptr + i, mask=in_bucket, other=-1)
+    record, wide = record_ptr + slot * WORDS, wide_ptr + slot * (WORDS // 2)
+    live = slot >= 0
+    live &= tl.load(wide, mask=live, other=-1) == planned
+    history = tl.load(record + HISTORY, mask=live, other=0)
+    if ACTION == _FOLD:
+        start = tl.load(history_ptr + i, mask=live, other=0)
+        folded = live & (start < history)
+        base = tl.load(wide + BASE, mask=folded, other=0)
+        page = tl.load(page_ptr + i, mask=folded, other=-1)
+        tl.store(wide + BASE, base + history, mask=folded)
+        tl.store(record + HISTORY, start, mask=folded)
+        tl.store(record + CHECKPOINT, page, mask=folded)
+        p = tl.arange(0, BLOCK_P)[None, :]
+        both = folded[:, None] & (p < PAGES)
+        table = tl.load(table_ptr + i[:, None] * PAGES + p, mask=both, other=-1)
+        tl.store(record[:, None] + TABLE + p, table, mask=both)
+    else:
+        window = tl.load(window_ptr + i, mask=live, other=0)
+        if ACTION == _COMMIT:
+            count = window
+            if GIVEN:
+                count = tl.load(accepted_ptr + i, mask=live & (i < entries), other=0)
+                count = tl.minimum(tl.maximum(count, 0), window).to(tl.int32)
+            tl.store(count_ptr + i, count, mask=in_bucket)
+            tl.store(record + HISTORY, history + count, mask=live)
+            tl.store(record + UNDO, count, mask=live)
+        else:
+            undo = tl.load(record + UNDO, mask=live, other=0)
+            tl.store(record + UNDO, tl.minimum(undo, max_window - window), mask=live)
+
+
+def fold_step(
+    slot: torch.Tensor,
+    page: torch.Tensor,
+    history: torch.Tensor,
+    window: torch.Tensor,
+    table: torch.Tensor,
+    handle: torch.Tensor,
+    records: torch.Tensor,
+) -> None:
+    """Launch *fold* over a plan's arrays ``[bucket, ...]``, on `records` ``[slots, words]``."""
+    _move(_FOLD, slot, slot, 0, slot, page, history, window, table, handle, records, 0)
+
+
+def commit_step(
+    counts: torch.Tensor,
+    accepted: torch.Tensor | None,
+    slot: torch.Tensor,
+    page: torch.Tensor,
+    history: torch.Tensor,
+    window: torch.Tensor,
+    table: torch.Tensor,
+    handle: torch.Tensor,
+    records: torch.Tensor,
+) -> None:
+    """Launch *commit* of `accepted` ``[entries]``, or of whole windows; `counts` says what was."""
+    entries = 0 if accepted is None else accepted.shape[0]
+    _move(
+        _COMMIT, counts, accepted, entries, slot, page, history, window, table, handle, records, 0
+    )
+
+
+def abort_step(
+    slot: torch.Tensor,
+    page: torch.Tensor,
+    history: torch.Tensor,
+    window: torch.Tensor,
+    table: torch.Tensor,
+    handle: torch.Tensor,
+    records: torch.Tensor,
+    *,
+    max_window: int,
+) -> None:
+    """Launch *abort* of a step whose fold is enqueued."""
+    _move(_ABORT, slot, slot, 0, slot, page, history, window, table, handle, records, max_window)
+
+
+def _move(
+    action: tl.constexpr,
+    counts: torch.Tensor,
+    accepted: torch.Tensor | None,
+    entries: int,
+    slot: torch.Tensor,
+    page: torch.Tensor,
+    history: torch.Tensor,
+    window: torch.Tensor,
+    table: torch.Tensor,
+    handle: torch.Tensor,
+    records: torch.Tensor,
+    max_window: int,
+) -> None:
+    bucket, pages = table.shape
+    _move_kernel[(triton.cdiv(bucket, _ROWS),)](
+        counts, counts if accepted is None else accepted,
+        slot, page, history, window, table, handle,
+        records, records.view(torch.int64),
+        entries, bucket, max_window,
+        ACTION=action.value, GIVEN=accepted is not None,
+        WORDS=records.shape[1], PAGES=pages, BLOCK_P=triton.next_power_of_2(pages), ROWS=_ROWS,
+        num_warps=4,
+    )  # fmt: skip

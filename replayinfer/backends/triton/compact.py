@@ -1,0 +1,41 @@
+"""Accepted tree nodes to where a chain's rows lie: a launch per field of a row, for all layers."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ...planner import Plan
+from ...pools import StatePool
+from .workspace import config
+
+__all__ = ["compact_rows", "move"]
+
+
+def compact_rows(pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
+    """Move the rows of accepted nodes ``[batch, window]`` (-1: none), in fields and rings.
+
+    One small upload; nothing at all where every path is the start of its window.
+    """
+    if (nodes > np.arange(plan.window)).any():
+        move(pool, plan, _send(nodes, pool.device))
+
+
+def move(pool: StatePool, plan: Plan, nodes: torch.Tensor) -> None:
+    """The launches, over int32 `nodes` on the device."""
+    from replayinfer.kernels.pages.compact import compact
+
+    arrays, choice = plan.arrays, config(pool, "compact", plan.bucket)
+    for field in pool.inputs.fields.values():
+        compact(field, nodes, arrays.history, arrays.table, ring=False, config=choice)
+    if pool.conv.taps:
+        rows, start = pool.conv.rows, arrays.conv_place
+        compact(rows, nodes, start, arrays.slot, ring=True, config=choice)
+
+
+def _send(nodes: NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    host = torch.from_numpy(np.ascontiguousarray(nodes, dtype=np.int32))
+    if device.type == "cuda":
+        host = host.pin_memory()
+    return host.to(device, non_blocking=True)

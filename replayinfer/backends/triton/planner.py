@@ -1,0 +1,62 @@
+"""Plans and cursors on the device: one launch each."""
+
+from __future__ import annotations
+
+import torch
+
+from ...planner.device import DeviceStep, StepRequest
+from ...pools import StatePool
+
+__all__ = ["abort_step", "commit_step", "fold_step", "plan_step"]
+
+
+def plan_step(pool: StatePool, step: DeviceStep, request: StepRequest) -> None:
+    """Write the plan of `request` into `step`."""
+    from replayinfer.kernels.planner.plan import plan_step as launch
+
+    out = step.arrays
+    launch(
+        out.slot, out.page, out.history, out.window, out.conv_place, out.table,
+        out.fold_count, out.fold_source, out.fold_target, out.fold_rows, out.fold_table,
+        out.ancestors, step.handle,
+        request.sequences, request.windows, request.force, _records(pool),
+        uniform=request.uniform, most=request.most, capacity=pool.capacity, ring=pool.conv.ring,
+        spread=request.spread,
+    )  # fmt: skip
+
+
+def fold_step(pool: StatePool, step: DeviceStep) -> None:
+    """Move the cursors of the sequences that fold."""
+    from replayinfer.kernels.planner.commit import fold_step as launch
+
+    out = step.arrays
+    launch(
+        out.slot, out.page, out.history, out.window, out.table, step.handle, _records(pool)
+    )  # fmt: skip
+
+
+def commit_step(pool: StatePool, step: DeviceStep, accepted: torch.Tensor | None) -> None:
+    """Advance histories by the accepted counts."""
+    from replayinfer.kernels.planner.commit import commit_step as launch
+
+    out = step.arrays
+    launch(
+        step.counts, accepted,
+        out.slot, out.page, out.history, out.window, out.table, step.handle, _records(pool),
+    )  # fmt: skip
+
+
+def abort_step(pool: StatePool, step: DeviceStep) -> None:
+    """Drop the windows of a step that has folded."""
+    from replayinfer.kernels.planner.commit import abort_step as launch
+
+    out = step.arrays
+    launch(
+        out.slot, out.page, out.history, out.window, out.table, step.handle, _records(pool),
+        max_window=pool.max_window,
+    )  # fmt: skip
+
+
+def _records(pool: StatePool) -> torch.Tensor:
+    assert pool.on_device is not None
+    return pool.on_device.records.words

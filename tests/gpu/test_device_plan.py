@@ -1,0 +1,282 @@
+"""Plans on a GPU: the kernels, steps that nothing waits for, and a whole step in one CUDA graph."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from replayinfer import Mamba2Spec, ReplayDecodeWrapper, StatePool
+from replayinfer.backends.torch import TorchBackend
+from replayinfer.backends.triton import TritonBackend
+from replayinfer.planner import DevicePlanner
+from replayinfer.planner.device import StepRequest
+from replayinfer.testing import layer_weights, mamba2_inputs
+
+from ..planner_device.kit import check_books, host_plan, read, small_pool
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+SPEC = Mamba2Spec(heads=4, dim=32, state=64, groups=2)
+LAYERS = (1, 4)
+BUCKET = 6
+
+
+@pytest.mark.parametrize(
+    ("sequences", "policy", "capacity", "most", "dtype"),
+    [
+        (40, "full", 6, 3, torch.int64),
+        (1024, "spread", 16, 1, torch.int32),
+        (1500, "spread", 33, 4, torch.int64),  # two tiles
+    ],
+)
+def test_the_plan_is_the_hosts(sequences, policy, capacity, most, dtype, seed):
+    generator = np.random.default_rng(seed)
+    pool = small_pool(sequences, capacity=capacity, max_window=most, page_rows=4, device=DEVICE)
+    seqs = np.array(pool.alloc(sequences))
+    planner = DevicePlanner(pool, TritonBackend(), policy=policy)
+    folds = 0
+    for step in range(6):
+        order = generator.permutation(seqs)
+        windows = generator.integers(0, most + 1, size=sequences)
+        force = generator.random(sequences) < 0.1 if step == 3 else None
+        pool.refresh()
+        want = host_plan(pool, order, windows, policy=policy, force=force, bucket=sequences + 5)
+        named = order if dtype == torch.int64 else order & 0xFFFFF
+        plan = planner.plan(
+            torch.tensor(named, device=DEVICE, dtype=dtype),
+            torch.tensor(windows, device=DEVICE),
+            bucket=sequences + 5,
+            force_fold=None if force is None else torch.tensor(force, device=DEVICE),
+        )
+        for name, array in read(plan).items():
+            assert torch.equal(array, want[name]), name
+        folds += int(want["fold_count"])
+        planner.folded(plan)
+        accepted = torch.tensor(generator.integers(-1, most + 2, size=sequences), device=DEVICE)
+        counts = planner.commit(plan, accepted)
+        clamped = accepted.cpu().numpy().clip(0, windows)
+        assert np.array_equal(counts[:sequences].cpu(), clamped)
+    assert folds > 0
+    total = sum(pool.tokens(int(s)) for s in seqs[:50])
+    assert total > 0
+
+
+def test_moves_are_those_of_the_torch_operators(seed):
+    """Cursors after fold, commit and abort, where some sequences are gone since the plan."""
+    generator = np.random.default_rng(seed)
+    pool = small_pool(300, capacity=6, max_window=3, page_rows=2, device=DEVICE)
+    seqs = torch.tensor(pool.alloc(300), device=DEVICE)
+    records = pool.on_device.records
+    records.history.copy_(torch.tensor(generator.integers(0, 7, size=300)))
+    records.own_checkpoint.copy_(torch.tensor(generator.integers(0, 300, size=300)))
+    kernels, reference = TritonBackend(), TorchBackend()
+    step = DevicePlanner(pool, kernels)._step(310)
+    windows = torch.tensor(generator.integers(0, 4, size=300), device=DEVICE)
+    kernels.plan_step(pool, step, StepRequest(seqs, windows, None, 1, 3, False))
+    records.handle[7] = -1
+    before = records.words.clone()
+    moves = [
+        lambda b: b.fold_step(pool, step),
+        lambda b: b.commit_step(pool, step, windows - 1),
+        lambda b: b.abort_step(pool, step),
+    ]
+    for move in moves:
+        after = []
+        for backend in (reference, kernels):
+            records.words.copy_(before)
+            move(backend)
+            after.append(records.words.clone())
+        assert torch.equal(*after)
+        assert not torch.equal(after[0], before)
+        before = after[0]
+
+
+class Twin:
+    """A device-planned pool and a host-planned one, with the same weights and tokens."""
+
+    def __init__(self, rng):
+        self.rng = rng
+        weights = [layer_weights(SPEC, rng) for _ in LAYERS]
+        self.pools = []
+        for planner in ("device", "host"):
+            pool = StatePool(
+                SPEC, LAYERS, BUCKET + 3, capacity=4, page_rows=2, format="fp32_split",
+                dtype=torch.bfloat16, checkpoint_pages=40, input_pages=80, planner=planner,
+                device=DEVICE,
+            )  # fmt: skip
+            for layer, values in zip(LAYERS, weights, strict=True):
+                pool.bind(layer, **{name: v.to(DEVICE) for name, v in values.items()})
+            self.pools.append(pool)
+        self.wrappers = [
+            ReplayDecodeWrapper(p, backend="triton", direct="never") for p in self.pools
+        ]
+        tokens = [mamba2_inputs(SPEC, 1, BUCKET, torch.bfloat16, rng) for _ in LAYERS]
+        self.inputs = [{n: v.to(DEVICE) for n, v in t.items()} for t in tokens]
+
+    def draw(self):
+        for layer in self.inputs:
+            for value in layer.values():
+                value.copy_(torch.randn(value.shape, generator=self.rng))
+
+    def run(self, wrapper):
+        return [
+            wrapper.run(layer, **inputs) for layer, inputs in zip(LAYERS, self.inputs, strict=True)
+        ]
+
+    def host_step(self, seqs, accepted):
+        """`seqs` by row of the bucket, None for pads; outputs by row."""
+        rows = [i for i, s in enumerate(seqs) if s is not None]
+        wrapper = self.wrappers[1]
+        wrapper.plan([seqs[i] for i in rows], bucket=BUCKET)
+        wrapper.fold()
+        whole = self.inputs
+        order = torch.tensor(rows + [i for i in range(BUCKET) if i not in rows], device=DEVICE)
+        self.inputs = [{n: v[order] for n, v in layer.items()} for layer in whole]
+        outputs = self.run(wrapper)
+        self.inputs = whole
+        wrapper.commit([accepted[i] for i in rows])
+        result = [torch.zeros_like(y) for y in outputs]
+        for want, y in zip(result, outputs, strict=True):
+            want[rows] = y[: len(rows)]
+        return result
+
+    def compare(self, ours, theirs):
+        for a, b in zip(ours, theirs, strict=True):
+            assert self.pools[0].tokens(a) == self.pools[1].tokens(b)
+            states = [w.materialize(s) for w, s in zip(self.wrappers, (a, b), strict=True)]
+            assert torch.equal(*states)
+
+
+def test_a_whole_step_is_one_graph(rng, seed):
+    """Replayed with other sequences, pads and counts, with forks and frees between replays."""
+    generator = np.random.default_rng(seed)
+    twin = Twin(rng)
+    wrapper, pool = twin.wrappers[0], twin.pools[0]
+    named = torch.full((BUCKET,), -1, dtype=torch.int64, device=DEVICE)
+    accepted = torch.ones(BUCKET, dtype=torch.int64, device=DEVICE)
+    wrapper.warmup([BUCKET])
+
+    def step():
+        wrapper.plan(named)
+        wrapper.fold()
+        outputs = twin.run(wrapper)
+        wrapper.commit(accepted)
+        return outputs
+
+    step()  # on pads: whatever is not warm yet
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step()
+    ours, theirs = ([*p.alloc(3)] for p in twin.pools)
+    for i in range(30):
+        if i in (5, 11, 17):
+            at = int(generator.integers(len(ours)))
+            ours += pool.fork(ours[at])
+            theirs += twin.pools[1].fork(theirs[at])
+        if i in (14, 23):
+            pool.free(ours.pop(0))
+            twin.pools[1].free(theirs.pop(0))
+        rows = generator.permutation(BUCKET)[: len(ours)]
+        by_row = [-1] * BUCKET
+        other = [None] * BUCKET
+        for row, a, b in zip(rows, ours, theirs, strict=True):
+            by_row[row] = a if i % 2 else pool.slot(a)
+            other[row] = b
+        counts = generator.integers(0, 2, size=BUCKET) | (i % 3 > 0)
+        named.copy_(torch.tensor(by_row))
+        accepted.copy_(torch.tensor(counts))
+        twin.draw()
+        graph.replay()
+        for have, want in zip(outputs, twin.host_step(other, counts), strict=True):
+            assert torch.equal(have, want)
+    twin.compare(ours, theirs)
+    check_on_host(pool)
+
+
+def check_on_host(pool):
+    """The books, with a copy of the records where numpy can read them."""
+    records = pool.on_device.records
+    pool.refresh()
+    pool.on_device.ahead = False
+    words = records.words.cpu()
+    pool.on_device.records = type(records).make(words.shape[0], pool.on_device.pages, None, words)
+    check_books(pool)
+    pool.on_device.records, pool.on_device.ahead = records, True
+
+
+def test_nothing_waits(rng):
+    """Alloc, free, and steps that are enqueued ahead: torch finds no synchronizing call."""
+    twin = Twin(rng)
+    wrapper, pool = twin.wrappers[0], twin.pools[0]
+    seqs = pool.alloc(4)
+    wrapper.warmup([BUCKET])
+    accepted = torch.ones(BUCKET, dtype=torch.int32, device=DEVICE)
+    named = torch.tensor([*seqs, -1, -1], device=DEVICE)
+
+    def work():
+        for _ in range(6):
+            wrapper.plan(named)
+            wrapper.fold()
+            twin.run(wrapper)
+            wrapper.commit(accepted)
+        more = pool.alloc(2)
+        pool.free(more.pop())
+        wrapper.plan([*seqs, *more], bucket=BUCKET)
+        wrapper.fold()
+        twin.run(wrapper)
+        wrapper.commit(np.ones(5, dtype=np.int64))
+        return more
+
+    # Once before, so that pinned memory and kernels are there: their first time may wait.
+    pool.free(work())
+    torch.cuda._sleep(20_000_000)
+    pool.free(work())
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(400_000_000)  # the device is far behind from here on
+        behind = torch.cuda.Event()
+        behind.record()
+        (more,) = work()
+        assert not behind.query(), "the host waited, or was slower than the sleep"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [pool.tokens(s) for s in (*seqs, more)] == [21, 21, 21, 21, 1]
+
+
+def test_two_half_batches_on_two_streams(rng):
+    twin = Twin(rng)
+    pool = twin.pools[0]
+    halves = [twin.wrappers[0], ReplayDecodeWrapper(pool, backend="triton", direct="never")]
+    (a, b), (d, e) = (p.alloc(2) for p in twin.pools)
+    for half in halves:
+        half.warmup([BUCKET])
+    for _ in range(3):
+        twin.draw()
+        halves[0].plan([a, b], bucket=BUCKET)
+        halves[0].fold()
+        twin.run(halves[0])
+        halves[0].commit()
+        twin.host_step([d, e, None, None, None, None], [1] * BUCKET)
+    (c,), (f,) = pool.fork(a), twin.pools[1].fork(d)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    named = [torch.tensor(s + [-1] * 4, device=DEVICE) for s in ([a, b], [c, -1])]
+    for _ in range(7):
+        twin.draw()
+        torch.cuda.synchronize()
+        for half, stream, seqs in zip(halves, streams, named, strict=True):
+            with torch.cuda.stream(stream):
+                half.plan(seqs)
+                half.fold()
+        for half, stream in zip(halves, streams, strict=True):
+            with torch.cuda.stream(stream):
+                twin.run(half)
+                half.commit()
+        torch.cuda.synchronize()
+        twin.host_step([d, e, None, None, None, None], [1] * BUCKET)
+        twin.host_step([f, None, None, None, None, None], [1] * BUCKET)
+    twin.compare([a, b, c], [d, e, f])
