@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from .backends import Backend, select
 from .checks import check_tensor
 from .errors import InputError, PlanError
-from .planner import HostPlanner, Plan
+from .planner import DevicePlanner, HostPlanner, Plan
 from .planner.trees import check_paths
 from .pools import StatePool
 from .spec.base import GATE_DTYPES
@@ -131,17 +131,18 @@ def readout(
 def commit(
     planner: HostPlanner,
     plan: Plan,
-    accepted: ArrayLike | None = None,
+    accepted: ArrayLike | torch.Tensor | None = None,
     *,
     paths: Sequence[ArrayLike] | None = None,
     backend: str | Backend = "auto",
-) -> NDArray[np.int32]:
+) -> NDArray[np.int32] | torch.Tensor:
     """Advance the histories by the accepted counts (the whole windows if omitted).
 
     Parameters
     ----------
-    accepted : int array [batch], optional
-        How many tokens of each chain are kept, 0..window.
+    accepted : int array or Tensor [batch], optional
+        How many tokens of each chain are kept, 0..window. A device plan takes a tensor on its
+        device, int32 or int64, and nothing waits for it.
     paths : sequence of node lists, optional
         For a plan with ``parents``: the accepted nodes of each tree, from the root down. Their rows
         move to where a chain's would be; checkpoints are not touched.
@@ -149,7 +150,7 @@ def commit(
     Returns
     -------
     int32 [batch]
-        Accepted tokens.
+        Accepted tokens; of a device plan a tensor ``[bucket]``.
     """
     if plan.parents is None:
         if paths is not None:
@@ -186,6 +187,7 @@ def materialize(
     """
     pool.require_bound()
     slot = pool.cursors.peek(sequence)
+    pool.refresh(slot)
     history = int(pool.cursors.history[slot])
     if rows is None:
         rows = history
@@ -250,6 +252,8 @@ def warmup(
     plan = planner.plan([], bucket=bucket, window=window, direct=direct)
     try:
         chosen.warmup(pool, plan, inputs=examples, conv=rows)
+        if isinstance(planner, DevicePlanner):
+            planner.warmup(plan)
     finally:
         planner.abort(plan)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -12,9 +12,9 @@ from numpy.typing import ArrayLike, NDArray
 from . import debug, ops
 from .backends import Backend, select
 from .env import checks_enabled
-from .errors import InputError, PlanError
+from .errors import InputError, PlanError, UnsupportedError
 from .metrics import StepCounters
-from .planner import HostPlanner, Plan, Policy
+from .planner import DevicePlan, DevicePlanner, HostPlanner, Plan, Policy
 from .pools import StatePool
 
 __all__ = ["ReplayDecodeWrapper"]
@@ -41,10 +41,16 @@ class ReplayDecodeWrapper:
         ``"always"``: every step, and one that cannot is refused. ``plan.direct`` says what was
         chosen. A token whose layer ran in a direct step cannot be dropped again; see `commit` and
         `abort`.
+    planner : {"auto", "host", "device"}
+        Who plans. ``"device"``: a kernel, from cursors on the device, so that a step needs neither
+        the accepted counts of the one before it nor any other value on the host, and `plan`,
+        `fold`, `run` of every layer and `commit` can be captured in one CUDA graph; see
+        `DevicePlanner` for what its calls take and promise. ``"auto"``: as the pool was made.
 
     Attributes
     ----------
     counters : StepCounters
+        Of steps planned on the device only their number as they were enqueued.
 
     Examples
     --------
@@ -71,29 +77,42 @@ class ReplayDecodeWrapper:
         policy: str | Policy = "full",
         buckets: Sequence[int] | None = None,
         direct: Literal["auto", "never", "always"] | int = "auto",
+        planner: Literal["auto", "host", "device"] = "auto",
     ) -> None:
         self.pool = pool
         self.backend = select(backend, pool)
-        self.planner = HostPlanner(pool, policy=policy, buckets=buckets)
-        self.counters = StepCounters()
         self._direct = _direct_steps(direct, pool, self.backend)
+        if _on_device(planner, pool):
+            if direct not in ("auto", "never"):
+                raise UnsupportedError(
+                    f"direct: got {direct!r}; allowed auto or never, which are the same, where "
+                    "steps are planned on the device; use planner='host'"
+                )
+            self._direct = False
+            self.planner: HostPlanner = DevicePlanner(
+                pool, cast(Any, self.backend), policy=policy, buckets=buckets
+            )
+        else:
+            self.planner = HostPlanner(pool, policy=policy, buckets=buckets)
+        self.counters = StepCounters()
         self._plan: Plan | None = None
         self._checks = checks_enabled()
 
     def plan(
         self,
-        sequences: Sequence[int] | NDArray[np.int64],
-        windows: ArrayLike | None = None,
+        sequences: Sequence[int] | NDArray[np.int64] | torch.Tensor,
+        windows: ArrayLike | torch.Tensor | None = None,
         *,
         bucket: int | None = None,
         window: int | None = None,
-        force_fold: ArrayLike | None = None,
+        force_fold: ArrayLike | torch.Tensor | None = None,
         parents: ArrayLike | None = None,
         direct: bool | None = None,
     ) -> Plan:
         """Plan the next step; see `HostPlanner.plan`. The last one must be committed or aborted.
 
-        `direct` decides for this step alone; without it the wrapper's own choice holds.
+        `direct` decides for this step alone; without it the wrapper's own choice holds. Tensors are
+        for steps planned on the device; see `DevicePlanner.plan`.
         """
         if self._plan is not None:
             raise PlanError(
@@ -101,7 +120,8 @@ class ReplayDecodeWrapper:
                 "abort; finish the step first"
             )
         self.pool.require_bound()
-        self._plan = self.planner.plan(
+        planner: Any = self.planner  # tensors are refused by the host's
+        self._plan = planner.plan(
             sequences,
             windows,
             bucket=bucket,
@@ -110,9 +130,12 @@ class ReplayDecodeWrapper:
             parents=parents,
             direct=self._direct if direct is None else direct,
         )
-        if self._checks:
-            debug.check_plan(self.pool, self._plan)
-        return self._plan
+        plan: Plan = self._plan
+        if self._checks and isinstance(plan, DevicePlan):
+            debug.check_device_plan(self.pool, plan)
+        elif self._checks:
+            debug.check_plan(self.pool, plan)
+        return plan
 
     def fold(self) -> None:
         """Fold the sequences that the plan selected; once a step, before the first `run`."""
@@ -145,12 +168,15 @@ class ReplayDecodeWrapper:
         return y
 
     def commit(
-        self, accepted: ArrayLike | None = None, *, paths: Sequence[ArrayLike] | None = None
-    ) -> NDArray[np.int32]:
+        self,
+        accepted: ArrayLike | torch.Tensor | None = None,
+        *,
+        paths: Sequence[ArrayLike] | None = None,
+    ) -> NDArray[np.int32] | torch.Tensor:
         """Advance every sequence by its accepted tokens, by default all of its window.
 
         A plan of draft trees takes `paths` instead; see `ops.commit`. Returns the counts, int32
-        ``[batch]``.
+        ``[batch]``, or ``[bucket]`` on the device where the step was planned there.
 
         Raises
         ------
@@ -161,7 +187,8 @@ class ReplayDecodeWrapper:
         """
         plan = self._current("commit")
         missing = [layer for layer in self.pool.layers if layer not in plan.layers_run]
-        if missing and plan.state == "folded" and plan.windows.any():
+        some = isinstance(plan, DevicePlan) or plan.windows.any()
+        if missing and plan.state == "folded" and some:
             raise PlanError(
                 f"commit: got no run of layers {missing} in this step; allowed after every layer "
                 f"of the pool ran; run them, or abort{'(free=True)' if plan.moved else ''}"
@@ -269,8 +296,11 @@ class ReplayDecodeWrapper:
             )
         return self._plan
 
-    def _count(self, plan: Plan, counts: NDArray[np.int32]) -> None:
+    def _count(self, plan: Plan, counts: NDArray[np.int32] | torch.Tensor) -> None:
         pool, total = self.pool, self.counters
+        if isinstance(plan, DevicePlan):
+            total.steps += 1
+            return
         layers = len(pool.layers)
         state = pool.spec.heads * pool.spec.dim * pool.spec.state * layers
         row = pool.spec.row_bytes(pool.dtype, pool.format) * layers
@@ -291,6 +321,8 @@ class ReplayDecodeWrapper:
         self._count_folds(plan)
 
     def _count_folds(self, plan: Plan) -> None:
+        if isinstance(plan, DevicePlan):
+            return
         pool, total = self.pool, self.counters
         layers = len(pool.layers)
         total.folds += plan.fold_count
@@ -300,6 +332,12 @@ class ReplayDecodeWrapper:
         row = pool.spec.row_bytes(pool.dtype, pool.format)
         folded_rows = int(plan.fold_rows[plan.fold].sum())
         total.state_bytes += layers * (2 * stored * plan.fold_count + row * folded_rows)
+
+
+def _on_device(planner: str, pool: StatePool) -> bool:
+    if planner not in ("auto", "host", "device"):
+        raise InputError(f"planner: got {planner!r}; allowed auto, host or device; pick one")
+    return planner == "device" or (planner == "auto" and pool.on_device is not None)
 
 
 def _direct_steps(

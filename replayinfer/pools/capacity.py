@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from ..errors import CapacityError
+from .device_cursors import record_words
 from .sizes import PoolSizes
 
 __all__ = ["CapacityReport", "fit_sequences", "report"]
@@ -24,6 +25,8 @@ class CapacityReport:
     checkpoint_page_bytes, input_page_bytes, conv_slot_bytes, weight_bytes : int
         Bytes of one unit over all layers of the pool; `weight_bytes` is the bound parameters in
         fp32.
+    cursor_bytes : int
+        Of one sequence's cursors where they live on the device, else 0.
     sequence_bytes : int
         What one sequence needs that shares nothing.
     total_bytes : int
@@ -35,11 +38,13 @@ class CapacityReport:
     input_page_bytes: int
     conv_slot_bytes: int
     weight_bytes: int
+    cursor_bytes: int = 0
 
     @property
     def sequence_bytes(self) -> int:
         pages = self.sizes.pages_per_sequence
-        return self.checkpoint_page_bytes + pages * self.input_page_bytes + self.conv_slot_bytes
+        slot = self.conv_slot_bytes + self.cursor_bytes
+        return self.checkpoint_page_bytes + pages * self.input_page_bytes + slot
 
     @property
     def total_bytes(self) -> int:
@@ -47,7 +52,7 @@ class CapacityReport:
         return (
             s.checkpoint_pages * self.checkpoint_page_bytes
             + s.input_pages * self.input_page_bytes
-            + s.max_sequences * self.conv_slot_bytes
+            + s.max_sequences * (self.conv_slot_bytes + self.cursor_bytes)
             + self.weight_bytes
         )
 
@@ -55,6 +60,10 @@ class CapacityReport:
         s = self.sizes
         row = s.spec.row_bytes(s.dtype, s.format)
         state = s.spec.checkpoint_bytes(s.format)
+        total = s.max_sequences * self.cursor_bytes
+        cursors = [
+            f"device cursors    {s.max_sequences} x {self.cursor_bytes} B = {total} B"
+        ] * s.device_cursors
         return "\n".join(
             (
                 f"checkpoint pages  {s.checkpoint_pages} x {s.layers} layers x {state} B "
@@ -63,10 +72,12 @@ class CapacityReport:
                 f"{row} B = {s.input_pages * self.input_page_bytes} B",
                 f"convolution rings {s.max_sequences} x {self.conv_slot_bytes} B "
                 f"({s.ring} rows each) = {s.max_sequences * self.conv_slot_bytes} B",
+                *cursors,
                 f"weights           {self.weight_bytes} B",
                 f"total             {self.total_bytes} B",
                 f"one sequence      {self.checkpoint_page_bytes} + {s.pages_per_sequence} x "
-                f"{self.input_page_bytes} + {self.conv_slot_bytes} = {self.sequence_bytes} B",
+                f"{self.input_page_bytes} + {self.conv_slot_bytes + self.cursor_bytes} = "
+                f"{self.sequence_bytes} B",
             )
         )
 
@@ -82,6 +93,7 @@ def report(sizes: PoolSizes) -> CapacityReport:
         input_page_bytes=sizes.layers * sizes.page_rows * spec.row_bytes(sizes.dtype, sizes.format),
         conv_slot_bytes=sizes.layers * sizes.ring * channels * sizes.dtype.itemsize,
         weight_bytes=sizes.layers * weights * 4,
+        cursor_bytes=4 * record_words(sizes.pages_per_sequence) if sizes.device_cursors else 0,
     )
 
 

@@ -51,6 +51,8 @@ class Cursors:
         A plan holds the sequence, from plan to commit or abort.
     given : bool
         A seed or an import gave the state, which then need not be zero at token 0.
+    unnamed : int
+        Device plans in progress whose sequences only the device knows.
     """
 
     def __init__(self, slots: int, pages_per_sequence: int) -> None:
@@ -64,6 +66,7 @@ class Cursors:
         self.busy = np.zeros(slots, dtype=bool)
         self.given = np.zeros(slots, dtype=bool)
         self.asleep = False
+        self.unnamed = 0
         self._tag = next(_tag_counter) % _TAGS
         self._live_prefix = np.full(slots, _FREE, dtype=np.int64)  # handle >> slot bits
         self._stamp = np.zeros(slots, dtype=np.int64)
@@ -94,8 +97,15 @@ class Cursors:
         """The slots in use."""
         return np.flatnonzero(self._live_prefix >= 0)
 
-    def resolve(self, sequences: Sequence[int] | NDArray[np.int64] | int) -> SlotArray:
+    def resolve(
+        self, sequences: Sequence[int] | NDArray[np.int64] | int, *, on_device: bool = False
+    ) -> SlotArray:
         """Slots of live handles, in order.
+
+        Parameters
+        ----------
+        on_device : bool
+            For a plan on the device, which may be made beside plans of unnamed sequences.
 
         Raises
         ------
@@ -104,7 +114,7 @@ class Cursors:
         InputError
             Not handles at all, or one of them twice.
         PlanError
-            A sequence that a plan holds.
+            A sequence that a plan holds, or may hold.
         """
         self.require_awake()
         try:
@@ -138,6 +148,12 @@ class Cursors:
                 f"sequences: got {self.describe(held)}, which a plan holds; allowed after that "
                 "plan's commit or abort; finish the step first"
             )
+        if self.unnamed and not on_device:
+            raise PlanError(
+                f"sequences: got {self.describe(int(handles[0]))} while a plan made from a device "
+                "tensor is in progress, which may hold it; allowed after its commit or abort; "
+                "finish the step first"
+            )
         return slots
 
     def one(self, sequence: int) -> int:
@@ -157,6 +173,12 @@ class Cursors:
         """The handles of live slots."""
         values: list[SequenceId] = ((self._live_prefix[slots] << _SLOT_BITS) | slots).tolist()
         return values
+
+    def handle_or_none(self, slots: SlotArray | NDArray[np.int32]) -> NDArray[np.int64]:
+        """The handles of slots, -1 where they are free."""
+        prefix = self._live_prefix[slots]
+        handles: NDArray[np.int64] = np.where(prefix < 0, -1, (prefix << _SLOT_BITS) | slots)
+        return handles
 
     def resize(self, slots: int) -> None:
         """Change the number of slots; those cut off must be free."""

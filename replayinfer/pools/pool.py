@@ -16,7 +16,8 @@ from ..spec import LayerSpec
 from .capacity import CapacityReport, fit_sequences, report
 from .checkpoint import CheckpointPool
 from .conv import ConvPool
-from .cursors import MAX_SLOTS, Cursors, SequenceId
+from .cursors import MAX_SLOTS, Cursors, SequenceId, SlotArray
+from .device_cursors import DeviceCursors
 from .guards import GuardedPages
 from .inputs import InputPool
 from .pages import PageAllocator
@@ -61,6 +62,14 @@ class StatePool:
     restore : {"window", "any"}
         ``"any"`` keeps ``capacity`` more convolution rows per sequence, and with them may roll back
         to any row after the checkpoint; ``"window"`` reaches back over the last window only.
+    planner : {"host", "device"}
+        ``"device"`` keeps the cursors on the device as well, so that a step can be planned there,
+        before the host knows how many tokens of the last one were accepted. A sequence then owns
+        all the pages that it can need, spares for what it shares included: `alloc` takes
+        ``ceil(capacity / page_rows)`` input pages, and a fork takes as many and a checkpoint page
+        for each copy, and for the parent a spare of every page that it lends. `alloc`, `free` and
+        `seed` send their changes without waiting; what needs the cursors themselves (`fork`,
+        `rollback`, `export`, a prefill, `tokens`, `history`) reads the device first, a sync.
     device : torch.device or str
 
     Raises
@@ -93,13 +102,14 @@ class StatePool:
         input_pages: int | None = None,
         page_rows: int | None = None,
         restore: Literal["window", "any"] = "window",
+        planner: Literal["host", "device"] = "host",
         device: torch.device | str = "cpu",
     ) -> None:
         self.layers = layer_tuple(layers)
         sizes = settle_sizes(
             spec, self.layers, max_sequences, capacity=capacity, max_window=max_window,
             format=format, dtype=dtype, checkpoint_pages=checkpoint_pages,
-            input_pages=input_pages, page_rows=page_rows, restore=restore,
+            input_pages=input_pages, page_rows=page_rows, restore=restore, planner=planner,
         )  # fmt: skip
         self.spec = spec
         self.layer_index = {layer: i for i, layer in enumerate(self.layers)}
@@ -115,6 +125,7 @@ class StatePool:
         self._weights = LayerWeights(spec, self.layers, self.device)
         self.weights = self._weights.tensors  # name -> float32 [layers, ...]
         self.cursors = Cursors(max_sequences, sizes.pages_per_sequence)
+        self.on_device = DeviceCursors(self) if sizes.device_cursors else None
         advice = "free sequences, or make the pool with more {}"
         self._residence = Residence(self)
         self.slot_ids = PageAllocator(
@@ -193,17 +204,23 @@ class StatePool:
         Raises
         ------
         CapacityError
-            Too few sequence slots or checkpoint pages; nothing is taken.
+            Too few sequence slots, checkpoint pages, or (of a device-planned pool) input pages;
+            nothing is taken.
         """
         count = positive_int("count", count)
         self.cursors.require_awake()
-        self.slot_ids.require(count)
+        owned = self.sizes.pages_per_sequence if self.on_device else 0
+        self.require(count, count, count * owned)
         pages = self.checkpoint_ids.take(count)
         slots = self.slot_ids.take(count)
         self.checkpoints.zero(self.device_ids(pages))
         self.conv.zero(self.device_ids(slots))
         handles = self.cursors.open(slots)
         self.cursors.checkpoint[slots] = pages
+        if self.on_device:
+            inputs = self.input_ids.take(count * owned).reshape(count, owned)
+            self.on_device.give(slots, pages, inputs)
+            self.on_device.push(slots)
         return handles
 
     def seed(
@@ -235,7 +252,9 @@ class StatePool:
 
         cur = self.cursors
         page = cur.checkpoint[slot : slot + 1]
-        if self.checkpoint_ids.refs[page[0]] > 1:
+        if self.on_device:
+            self.on_device.return_borrowed(slot, checkpoint=True)
+        elif self.checkpoint_ids.refs[page[0]] > 1:
             fresh = self.checkpoint_ids.take(1)
             self.checkpoint_ids.release(page)
             cur.checkpoint[slot] = fresh[0]
@@ -244,6 +263,7 @@ class StatePool:
         cur.history[slot] = 0
         cur.undo[slot] = 0
         cur.given[slot] = True
+        self.push(np.array([slot]))
         target = self.device_ids(cur.checkpoint[slot : slot + 1])
         for index, (state, rows) in enumerate(zip(state_rows, conv_rows, strict=True)):
             self.checkpoints.store(index, target, state[None])
@@ -280,11 +300,15 @@ class StatePool:
         """
         slots = self.cursors.resolve(sequences)
         cur = self.cursors
-        self.checkpoint_ids.release(cur.checkpoint[slots])
-        tables = cur.table[slots]
-        self.input_ids.release(tables[tables >= 0])
+        if self.on_device:
+            self.on_device.take_back(slots)
+        else:
+            self.checkpoint_ids.release(cur.checkpoint[slots])
+            tables = cur.table[slots]
+            self.input_ids.release(tables[tables >= 0])
         cur.close(slots)
         self.slot_ids.release(slots.astype(np.int32))
+        self.push(slots)
 
     def rollback(self, sequence: int, rows: int) -> None:
         """Drop the last `rows` committed rows of a sequence.
@@ -301,18 +325,30 @@ class StatePool:
 
     # Reading ----------------------------------------------------------------------------------
 
+    def slot(self, sequence: int) -> int:
+        """The slot of a sequence: an int below 2^20 that stays the same until `free`.
+
+        Never waits for the device. Device planners take it in place of the handle, which names the
+        generation as well.
+        """
+        return self.cursors.peek(sequence)
+
     def tokens(self, sequence: int) -> int:
         """Tokens that a sequence has committed, the prefill included."""
         slot = self.cursors.peek(sequence)
+        self.refresh(slot)
         return int(self.cursors.base[slot]) + int(self.cursors.history[slot])
 
     def history(self, sequence: int) -> int:
         """Committed rows of a sequence after its checkpoint."""
-        return int(self.cursors.history[self.cursors.peek(sequence)])
+        slot = self.cursors.peek(sequence)
+        self.refresh(slot)
+        return int(self.cursors.history[slot])
 
     def conv_tail(self, sequence: int) -> torch.Tensor:
         """Pre-convolution rows before the next token: ``[layers, channels, conv_width - 1]``."""
         slot = self.cursors.peek(sequence)
+        self.refresh(slot)
         return self.conv.before(slot, self.tokens(sequence)).transpose(1, 2).contiguous()
 
     def pages_in_use(self) -> dict[str, int]:
@@ -327,7 +363,8 @@ class StatePool:
     def nbytes(self) -> int:
         """Device bytes that the pool's tensors hold; equals ``capacity_report().total_bytes``."""
         parts = (self.checkpoints.nbytes, self.inputs.nbytes, self.conv.nbytes)
-        return sum(parts) + sum(w.nbytes for w in self.weights.values())
+        cursors = self.on_device.nbytes if self.on_device else 0
+        return sum(parts) + sum(w.nbytes for w in self.weights.values()) + cursors
 
     def guarded(self) -> list[GuardedPages]:
         """Every allocation of pages, with its guards where ``REPLAYINFER_CHECK`` is on."""
@@ -396,5 +433,35 @@ class StatePool:
         self.conv = ConvPool(self.spec, self.dtype, n, s.max_sequences, s.ring, self.device)
 
     def device_ids(self, ids: NDArray[Any]) -> torch.Tensor:
-        """Host ids as an int64 index tensor on the pool's device."""
-        return torch.from_numpy(ids.astype(np.int64)).to(self.device)
+        """Host ids as an int64 index tensor on the pool's device, without a sync."""
+        return self.upload(torch.from_numpy(ids.astype(np.int64)))
+
+    def upload(self, values: torch.Tensor) -> torch.Tensor:
+        """Host values on the pool's device, without a sync."""
+        if self.device.type != "cuda":
+            return values.to(self.device)
+        return values.pin_memory().to(self.device, non_blocking=True)
+
+    def require(self, slots: int, checkpoints: int, inputs: int) -> None:
+        """Raise `CapacityError` unless so many of each are free.
+
+        Where they are not, a device-planned pool first asks the device which shared pages its folds
+        have let go: the one time that `alloc` waits.
+        """
+        self.slot_ids.require(slots)
+        short = checkpoints > self.checkpoint_ids.free or inputs > self.input_ids.free
+        if short and self.on_device:
+            self.refresh()
+        self.checkpoint_ids.require(checkpoints)
+        self.input_ids.require(inputs)
+
+    def push(self, slots: SlotArray) -> None:
+        """Send the cursors of slots to the device, where they live there too."""
+        if self.on_device:
+            self.on_device.push(slots)
+
+    def refresh(self, slots: SlotArray | int | None = None) -> None:
+        """Make the host's cursors of slots (all live ones) those of the device, where it leads."""
+        if self.on_device and self.on_device.ahead:
+            which = self.cursors.live if slots is None else np.atleast_1d(slots)
+            self.on_device.pull(which)

@@ -75,6 +75,7 @@ class Residence:
         self._require_idle("resize")
         if self.asleep:
             raise PlanError("resize: got a pool that is asleep; allowed awake; call wake first")
+        pool.refresh()
         old = pool.sizes
         sizes = dataclasses.replace(
             old,
@@ -106,10 +107,14 @@ class Residence:
             raise
         moved = pool.checkpoint_ids.resize(sizes.checkpoint_pages)
         _remap(cur.checkpoint, moved)
+        if pool.on_device:
+            _remap(pool.on_device.own_checkpoint, moved)
         source, target = _pairs(pool, moved)
         pool.checkpoints.storage[:, target] = old_checkpoints.storage[:, source]
         moved = pool.input_ids.resize(sizes.input_pages)
         _remap(cur.table, moved)
+        if pool.on_device:
+            _remap(pool.on_device.own_table, moved)
         source, target = _pairs(pool, moved)
         for name, field in pool.inputs.fields.items():
             field[:, target] = old_inputs.fields[name][:, source]
@@ -117,9 +122,12 @@ class Residence:
         pool.conv.rows[:, slots] = old_conv.rows[:, slots]
         pool.slot_ids.resize(sizes.max_sequences)
         cur.resize(sizes.max_sequences)
+        if pool.on_device:
+            pool.on_device.resize(sizes.max_sequences)
+            pool.on_device.push(live)
 
     def _require_idle(self, action: str) -> None:
-        if self._pool.cursors.busy.any():
+        if self._pool.cursors.busy.any() or self._pool.cursors.unnamed:
             raise PlanError(
                 f"{action}: got a pool with a plan in progress; allowed between steps; commit or "
                 "abort it first"

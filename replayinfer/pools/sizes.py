@@ -32,6 +32,7 @@ class PoolSizes:
     page_rows: int
     capacity: int
     ring: int
+    device_cursors: bool = False
 
     @property
     def pages_per_sequence(self) -> int:
@@ -62,6 +63,7 @@ def settle_sizes(
     input_pages: int | None = None,
     page_rows: int | None = None,
     restore: str = "window",
+    planner: str = "host",
 ) -> PoolSizes:
     """Validate the constructor's arguments and settle every size."""
     if not isinstance(spec, LayerSpec):
@@ -81,6 +83,8 @@ def settle_sizes(
         )
     if restore not in ("window", "any"):
         raise UnsupportedError(f"restore: got {restore!r}; allowed 'window' or 'any'; pick one")
+    if planner not in ("host", "device"):
+        raise UnsupportedError(f"planner: got {planner!r}; allowed 'host' or 'device'; pick one")
     if page_rows is None:
         page_rows = min(_DEFAULT_PAGE_ROWS, 1 << (capacity - 1).bit_length())
     positive_int("page_rows", page_rows)
@@ -100,5 +104,5 @@ def settle_sizes(
     return PoolSizes(
         spec=spec, format=fmt, dtype=dtype, layers=count, max_sequences=max_sequences,
         checkpoint_pages=checkpoint_pages, input_pages=input_pages, page_rows=page_rows,
-        capacity=capacity, ring=ring,
+        capacity=capacity, ring=ring, device_cursors=planner == "device",
     )  # fmt: skip

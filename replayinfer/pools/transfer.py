@@ -87,6 +87,7 @@ def _plain(value: Any) -> Any:
 def export_sequence(pool: StatePool, sequence: int) -> SequenceSnapshot:
     """Copy everything that continues a sequence to the host; the pool is not changed."""
     slot = pool.cursors.one(sequence)
+    pool.refresh(slot)
     cur = pool.cursors
     base, history = int(cur.base[slot]), int(cur.history[slot])
     row = np.arange(history)
@@ -113,13 +114,13 @@ def import_sequence(pool: StatePool, snapshot: SequenceSnapshot) -> SequenceId:
     history = int(snapshot.header["history"])
     base = snapshot.tokens - history
     pages = -(-history // pool.sizes.page_rows)
-    pool.slot_ids.require(1)
-    pool.checkpoint_ids.require(1)
-    pool.input_ids.require(pages)
+    if not pool.on_device:  # there a sequence has them from the start
+        pool.require(1, 1, pages)
     (sequence,) = pool.alloc()
     cur = pool.cursors
-    slot = cur.one(sequence)
-    cur.table[slot, :pages] = pool.input_ids.take(pages)
+    slot = cur.peek(sequence)
+    if not pool.on_device:
+        cur.table[slot, :pages] = pool.input_ids.take(pages)
     cur.base[slot], cur.history[slot], cur.given[slot] = base, history, True
     tensors = snapshot.tensors
     page, offset = (pool.device_ids(x) for x in _places(pool, slot, np.arange(history)))
@@ -128,6 +129,7 @@ def import_sequence(pool: StatePool, snapshot: SequenceSnapshot) -> SequenceId:
     target = int(cur.checkpoint[slot])
     pool.checkpoints.storage[:, target] = tensors["checkpoint"].to(pool.device)
     pool.conv.rows[:, slot, _ring(pool, base, history)] = tensors["conv"].to(pool.device)
+    pool.push(np.array([slot]))
     return sequence
 
 
