@@ -1,9 +1,11 @@
 """Run an unmodified `transformers` hybrid model with replay in place of its own state update.
 
-Two ways in:
+Ways in:
 
 * `ReplayCache` is a `transformers` cache: pass it to ``model.generate`` or ``model(...)``.
-* `ReplayEngine` serves many sequences with one model: prefill, step, fork, preempt, resume, free.
+* `ReplayEngine` serves many sequences with one model: prefill, step, fork, preempt, resume, free,
+  and verify windows of drafts, as a `replayinfer.SpeculativeSession` wants it.
+* `assisted_generate` is ``model.generate`` with drafts by a small model.
 
 Both leave the prefill to the model and seed a `replayinfer.StatePool` with its final state. The
 seams are those of the peer: its cache classes, and the functions that its mixers look up in their
@@ -17,6 +19,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .assisted import CroppingDrafter, ModelDrafter, assisted_decoding, assisted_generate
     from .cache import ReplayCache
     from .dispatch import install, uninstall
     from .engine import ParkedSequence, ReplayEngine
@@ -24,11 +27,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAMILIES",
+    "CroppingDrafter",
     "Family",
     "ModelBinding",
+    "ModelDrafter",
     "ParkedSequence",
     "ReplayCache",
     "ReplayEngine",
+    "assisted_decoding",
+    "assisted_generate",
     "describe",
     "install",
     "uninstall",
@@ -36,12 +43,16 @@ __all__ = [
 ]
 
 _HOME = {
+    "CroppingDrafter": "assisted",
     "FAMILIES": "families",
     "Family": "families",
     "ModelBinding": "families",
+    "ModelDrafter": "assisted",
     "ParkedSequence": "engine",
     "ReplayCache": "cache",
     "ReplayEngine": "engine",
+    "assisted_decoding": "assisted",
+    "assisted_generate": "assisted",
     "describe": "families",
     "install": "dispatch",
     "uninstall": "dispatch",

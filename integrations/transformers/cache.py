@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from replayinfer import InputError, StatePool
+from replayinfer import InputError, SpeculationCounters, StatePool
 
 from .dispatch import install
 from .driver import StateDriver
@@ -23,7 +23,8 @@ class ReplayCache:
     Make one with `from_model`. It is used up by one batch, as any cache is; `reset` empties it.
     Rows of a batch are sequences of the pool, so beam search forks and frees them instead of
     copying states. Several tokens onto a live cache (a chunked prefill, the next turn of a
-    conversation) are served by the model's own chunked function, from the materialised state.
+    conversation) are served by the model's own chunked function, from the materialised state,
+    unless `activate_past_recording` says that they are drafts, which `crop` may drop again.
     Mamba2 calls its cache ``cache_params``; every other model ``past_key_values``.
 
     Attributes
@@ -31,6 +32,8 @@ class ReplayCache:
     pool : StatePool
     counters
         Steps, folds and bytes of state traffic, as `ReplayDecodeWrapper.counters`.
+    speculation : SpeculationCounters
+        What `assisted_decoding` drafted and accepted with this cache.
 
     Examples
     --------
@@ -44,6 +47,7 @@ class ReplayCache:
     def __init__(self, driver: StateDriver, layers: list[Any]) -> None:
         super().__init__(layers=layers)  # type: ignore[call-arg]
         self.driver = driver
+        self.speculation = SpeculationCounters()
 
     @staticmethod
     def from_model(
@@ -51,6 +55,7 @@ class ReplayCache:
         *,
         batch: int | None = None,
         capacity: int = 16,
+        drafts: int = 0,
         format: str = "fp32",
         policy: str = "full",
         backend: str = "auto",
@@ -63,6 +68,8 @@ class ReplayCache:
         batch : int, optional
             Rows that the pool has room for; as many as the first forward has if omitted, which is
             enough unless rows are added later (`batch_repeat_interleave`).
+        drafts : int
+            Most draft tokens of a window that is verified in one forward.
         capacity, format, policy, backend
             As in `StatePool` and `ReplayDecodeWrapper`.
 
@@ -77,8 +84,8 @@ class ReplayCache:
         """
         binding = describe(model)
         driver = StateDriver(
-            binding, max_sequences=batch, capacity=capacity, format=format, policy=policy,
-            backend=backend, own_steps=True,
+            binding, max_sequences=batch, capacity=capacity, max_window=1 + drafts, format=format,
+            policy=policy, backend=backend, own_steps=True,
         )  # fmt: skip
         install(binding.family, binding.module)
         cache: ReplayCache = with_state_layers(ReplayCache, binding, driver)
@@ -118,6 +125,32 @@ class ReplayCache:
         """Continue every row `repeats` times."""
         super().batch_repeat_interleave(repeats)  # type: ignore[misc]
         self._select([row for row in range(len(self.driver.sequences)) for _ in range(repeats)])
+
+    def activate_past_recording(self, active: bool = True) -> None:
+        """Take several tokens onto a live cache as a window of drafts, not as more of a prompt."""
+        super().activate_past_recording()  # type: ignore[misc]
+        self.driver.recording = active
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``-tokens_to_remove`` tokens of every row, which came with the last window.
+
+        Recurrent layers move a cursor; nothing is copied or computed.
+
+        Raises
+        ------
+        InputError
+            A positive count, or more tokens than the last forward of a window added.
+        """
+        if tokens_to_remove > 0:
+            raise InputError(
+                f"tokens_to_remove: got {tokens_to_remove}; allowed 0 or less; pass how many "
+                "tokens to drop as a negative number"
+            )
+        self.driver.rollback(-tokens_to_remove)
+        for layer in self.layers:
+            attention = getattr(layer, "attention", layer)
+            if getattr(attention, "keys", None) is not None:
+                attention.crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Empty the cache: frees its sequences."""

@@ -22,7 +22,7 @@ from replayinfer import UnsupportedError
 from .driver import StateDriver
 from .families import Family
 
-__all__ = ["ROUTES", "Route", "StateHandle", "install", "uninstall"]
+__all__ = ["ROUTES", "Route", "StateHandle", "WindowHandle", "install", "uninstall"]
 
 _ORIGINAL = "__replayinfer_original__"
 
@@ -55,6 +55,21 @@ class StateHandle:
         if name.startswith("_"):
             raise AttributeError(name)
         raise _missed_seam(name)
+
+
+class WindowHandle(StateHandle):
+    """In place of a window's pre-convolution rows: what the layer's convolution made of them.
+
+    Attributes
+    ----------
+    convolved : Tensor, [batch, channels, tokens]
+    """
+
+    __slots__ = ("convolved",)
+
+    def __init__(self, driver: StateDriver, layer: int, convolved: torch.Tensor) -> None:
+        super().__init__(driver, layer)
+        self.convolved = convolved
 
 
 def _missed_seam(where: str) -> UnsupportedError:
@@ -94,6 +109,12 @@ def _conv_step(
     return conv_state.driver.conv(conv_state.layer, rows).transpose(1, 2)
 
 
+def _conv_window(
+    original: Callable[..., Any], hidden_states: WindowHandle, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    return hidden_states.convolved
+
+
 def _mamba2_step(
     original: Callable[..., Any],
     state: StateHandle,
@@ -114,10 +135,26 @@ def _mamba2_step(
     return y.squeeze(1)
 
 
-def _mamba2_chunk(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    handle: StateHandle = kwargs["initial_states"]
-    kwargs["initial_states"] = handle.driver.full_state(handle.layer)
-    return original(*args, **kwargs)
+def _mamba2_chunk(
+    original: Callable[..., Any],
+    hidden_states: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *args: Any,
+    initial_states: StateHandle,
+    **kwargs: Any,
+) -> Any:
+    driver, layer = initial_states.driver, initial_states.layer
+    if driver.in_window:
+        inputs = {"x": hidden_states, "dt": dt, "B": B, "C": C}
+        if kwargs.get("z") is not None:
+            inputs["z"] = kwargs["z"]
+        return driver.run(layer, **inputs), initial_states
+    return original(
+        hidden_states, dt, A, B, C, *args, initial_states=driver.full_state(layer), **kwargs
+    )
 
 
 def _delta_step(
@@ -144,18 +181,22 @@ def _delta_step(
     return y, initial_state
 
 
-def _delta_chunk(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    handle: StateHandle = kwargs["initial_state"]
-    kwargs["initial_state"] = handle.driver.full_state(handle.layer)
-    return original(*args, **kwargs)
+def _delta_chunk(
+    original: Callable[..., Any], *args: Any, initial_state: StateHandle, **kwargs: Any
+) -> Any:
+    driver, layer = initial_state.driver, initial_state.layer
+    if driver.in_window:
+        return _delta_step(original, *args, initial_state=initial_state, **kwargs)
+    return original(*args, initial_state=driver.full_state(layer), **kwargs)
 
 
 ROUTES: dict[str, Route] = {
     "conv_step": Route("conv_state", ("hidden_states", "conv_state"), _conv_step),
+    "conv_window": Route("hidden_states", ("hidden_states",), _conv_window),
     "mamba2_step": Route("state", ("state", "hidden_states", "dt", "A", "B", "C"), _mamba2_step),
-    "mamba2_chunk": Route("initial_states", (), _mamba2_chunk),
+    "mamba2_chunk": Route("initial_states", ("hidden_states", "dt", "A", "B", "C"), _mamba2_chunk),
     "delta_step": Route("initial_state", ("query", "key", "value"), _delta_step),
-    "delta_chunk": Route("initial_state", (), _delta_chunk),
+    "delta_chunk": Route("initial_state", ("query", "key", "value"), _delta_chunk),
 }
 """By the names that `families` uses."""
 

@@ -26,20 +26,26 @@ def spare_pages(sequences: int) -> int:
 class StateDriver:
     """The recurrent layers of one model over one pool, and which sequences the next forward is for.
 
-    A forward is a *prefill* (the state begins in it), a *decode step* (one token a sequence, by
-    replay), or an *extension* (more tokens onto a live state: the state is built in full, handed to
-    the model's own chunked function, and its result is seeded again).
+    A forward is a *prefill* (the state begins in it), a *step* (a window a sequence, by replay: one
+    token, or drafts after it), or an *extension* (more tokens onto a live state: the state is built
+    in full, handed to the model's own chunked function, and its result is seeded again). A forward
+    of several tokens is a step where the owner began one, or, with `own_steps`, while `recording`.
 
     Parameters
     ----------
     binding : ModelBinding
     max_sequences : int or None
         None: as many as the first prefill has rows.
-    capacity, format, policy, backend, checkpoint_pages, input_pages
+    capacity, max_window, format, policy, backend, checkpoint_pages, input_pages
         As in `StatePool` and `ReplayDecodeWrapper`; page counts default to no plan running out.
     own_steps : bool
-        Plan at the first recurrent layer of a decode step and commit after the last one. Otherwise
-        the owner calls `begin_step`, and `commit` or `abort`.
+        Plan at the first recurrent layer of a step and commit after the last one. Otherwise the
+        owner calls `begin_step`, and `commit` or `abort`.
+
+    Attributes
+    ----------
+    recording : bool
+        Whether several tokens onto a live state are a window, which `rollback` may cut.
     """
 
     def __init__(
@@ -48,6 +54,7 @@ class StateDriver:
         *,
         max_sequences: int | None,
         capacity: int = 16,
+        max_window: int = 1,
         format: str = "fp32",
         policy: str = "full",
         backend: str = "auto",
@@ -64,13 +71,16 @@ class StateDriver:
         self.has_previous_state = {0: False}
         model = binding.model
         self._options: dict[str, Any] = {
-            "capacity": capacity, "format": format, "dtype": model.dtype, "device": model.device,
+            "capacity": capacity, "max_window": max_window, "format": format,
+            "dtype": model.dtype, "device": model.device,
         }  # fmt: skip
         self._pages = (checkpoint_pages, input_pages)
         # An unfinished forward is dropped, which a direct step does not allow.
         self._steps: dict[str, Any] = {"backend": backend, "policy": policy, "direct": "never"}
         self._grows = max_sequences is None
         self._own_steps = own_steps
+        self._trees = False
+        self.recording = False
         self._make_pool(max_sequences or 1)
         self._open = False
         self._forget()
@@ -108,17 +118,35 @@ class StateDriver:
         self.has_previous_state[0] = live
         self._forget()
 
-    def begin_step(self, force_fold: Any = None) -> None:
-        """Plan and fold one decode step of the current sequences."""
+    @property
+    def in_window(self) -> bool:
+        """Whether the forward that runs is a step."""
+        return self._open
+
+    @property
+    def takes_paths(self) -> bool:
+        """Whether the step is of draft trees, so that commit wants paths."""
+        return self._trees
+
+    def begin_step(
+        self, force_fold: Any = None, *, windows: Any = None, parents: Any = None
+    ) -> None:
+        """Plan and fold one step of the current sequences; see `ReplayDecodeWrapper.plan`."""
         if self._open:  # the forward before did not come to its end
             self.abort()
-        self.wrapper.plan(self.sequences, force_fold=force_fold)
+        self.wrapper.plan(self.sequences, windows, force_fold=force_fold, parents=parents)
+        self._trees = parents is not None
         self._open = True
         self.wrapper.fold()
 
-    def commit(self) -> None:
-        self.wrapper.commit()
+    def commit(self, accepted: Any = None, *, paths: Any = None) -> None:
+        self.wrapper.commit(accepted, paths=paths)
         self._open = False
+
+    def rollback(self, tokens: int) -> None:
+        """Drop the last tokens of every current sequence, which came with the last step."""
+        for sequence in self.sequences:
+            self.pool.rollback(sequence, tokens)
 
     def abort(self) -> None:
         """Drop an unfinished step or prefill."""
@@ -131,7 +159,7 @@ class StateDriver:
 
     @torch.no_grad()
     def conv(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """One step of a layer's convolution: ``[batch, 1, channels]`` in and out."""
+        """One step of a layer's convolution: ``[batch, window, channels]`` in and out."""
         if self._own_steps and layer == self.layers[0]:
             self.begin_step()
         y: torch.Tensor = self.wrapper.conv(layer, x)
@@ -147,6 +175,17 @@ class StateDriver:
 
     # Prefill and extension: called by the cache layers ----------------------------------------
 
+    @torch.no_grad()
+    def window_conv(self, layer: int, x: torch.Tensor) -> torch.Tensor | None:
+        """In a step: the convolution of a window, ``[batch, channels, tokens]`` in and out."""
+        if not self._open:
+            begins = self._own_steps and self.recording and layer == self.layers[0]
+            if not begins or not self.has_previous_state[0]:
+                return None
+            self._check_batch(x)
+            self.begin_step(windows=x.shape[-1])
+        return self.wrapper.conv(layer, x.transpose(1, 2)).transpose(1, 2)
+
     def keep_conv(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         """Take the pre-convolution rows ``[batch, channels, tokens]`` of a layer.
 
@@ -155,11 +194,7 @@ class StateDriver:
         Tensor
             `x`, after the rows that came before it where the sequences are live.
         """
-        if x.shape[0] != len(self.sequences):
-            raise InputError(
-                f"input_ids: got a batch of {x.shape[0]}; allowed {len(self.sequences)}, the batch "
-                "of this cache; make a new cache, or reset() it"
-            )
+        self._check_batch(x)
         taps = self.spec.conv_width - 1
         if layer == self.layers[0]:
             self._forget()
@@ -171,6 +206,13 @@ class StateDriver:
             x = torch.cat([self._before[:, self.layers.index(layer)], x], dim=-1)
         self._tails[layer] = x[..., max(x.shape[-1] - taps, 0) :]
         return x
+
+    def _check_batch(self, x: torch.Tensor) -> None:
+        if x.shape[0] != len(self.sequences):
+            raise InputError(
+                f"input_ids: got a batch of {x.shape[0]}; allowed {len(self.sequences)}, the batch "
+                "of this cache; make a new cache, or reset() it"
+            )
 
     def full_state(self, layer: int) -> torch.Tensor:
         """The states of the live sequences in the peer's order, for its chunked function."""

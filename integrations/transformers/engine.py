@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from replayinfer import InputError, StatePool, UnsupportedError
+from replayinfer import InputError, PlanError, StatePool, UnsupportedError
 
 from .cache import with_state_layers
 from .dispatch import install
@@ -54,7 +54,7 @@ class ReplayEngine:
     ----------
     model : transformers.PreTrainedModel
         One of `FAMILIES`, in evaluation mode, with full attention (``sdpa`` or ``eager``).
-    capacity, format, policy, backend
+    capacity, max_window, format, policy, backend
         As in `StatePool` and `ReplayDecodeWrapper`.
     max_sequences : int
         Sequences that may live at once, forks counted.
@@ -79,6 +79,7 @@ class ReplayEngine:
         model: Any,
         *,
         capacity: int = 16,
+        max_window: int = 1,
         format: str = "fp32",
         max_sequences: int = 8,
         policy: str = "full",
@@ -95,13 +96,14 @@ class ReplayEngine:
             )
         self.model = model
         self.driver = StateDriver(
-            binding, max_sequences=max_sequences, capacity=capacity, format=format, policy=policy,
-            backend=backend, checkpoint_pages=checkpoint_pages, input_pages=input_pages,
-            own_steps=False,
+            binding, max_sequences=max_sequences, capacity=capacity, max_window=max_window,
+            format=format, policy=policy, backend=backend, checkpoint_pages=checkpoint_pages,
+            input_pages=input_pages, own_steps=False,
         )  # fmt: skip
         self._table = SlotTable(max_sequences, model.device)
         self._cache = with_state_layers(_EngineCache, binding, self.driver)
         self._use_slots(max_sequences)
+        self._verifying: list[int] = []
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         install(binding.family, binding.module)
 
@@ -129,6 +131,11 @@ class ReplayEngine:
         return self.driver.pool
 
     @property
+    def max_window(self) -> int:
+        """Most tokens of a sequence that one `verify` takes."""
+        return self.pool.max_window
+
+    @property
     def counters(self) -> Any:
         """Steps, folds and bytes of state traffic."""
         return self.driver.wrapper.counters
@@ -154,6 +161,7 @@ class ReplayEngine:
             No slot or page is free; nothing is taken.
         """
         ids = self._ids(token_ids)
+        self._require([])
         (sequence,) = self.driver.start(1)
         self._table.open(sequence)
         try:
@@ -228,6 +236,77 @@ class ReplayEngine:
         self.driver.commit()
         return logits
 
+    def verify(
+        self,
+        sequences: Sequence[int],
+        windows: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> torch.Tensor:
+        """Begin a step of several tokens a sequence, of which `accept` keeps some.
+
+        Parameters
+        ----------
+        sequences : list of int
+        windows : list of list of int
+            The token that each takes in, then its drafts; at most `max_window`.
+        parents : list of list of int, optional
+            Makes them draft trees, as in `ReplayDecodeWrapper.plan`; chains if omitted.
+
+        Returns
+        -------
+        Tensor
+            ``[batch, window, vocabulary]``: after each node, for the token after it. What lies
+            past a sequence's own window means nothing.
+
+        Notes
+        -----
+        Until `accept` or `abort` the engine takes no other call that runs the model.
+        """
+        if len(windows) != len(sequences) or not all(len(window) for window in windows):
+            raise InputError(
+                f"windows: got {[len(w) for w in windows]} tokens; allowed at least one for each "
+                f"of {len(sequences)} sequences; pass the last token of each and its drafts"
+            )
+        self._ids([token for window in windows for token in window])
+        self._require(sequences)
+        lengths = [len(window) for window in windows]
+        ids = _padded(windows, max(lengths), 0)
+        tree = None if parents is None else _padded(parents, max(lengths), -1)
+        self.driver.use(sequences, live=True)
+        self.driver.begin_step(windows=lengths, parents=None if tree is None else tree.numpy())
+        try:
+            logits = self._run(sequences, ids.to(self.pool.device), max(lengths), tree)
+        except BaseException:
+            self.driver.abort()
+            raise
+        self._verifying = list(sequences)
+        return logits
+
+    def accept(self, paths: Sequence[Sequence[int]]) -> None:
+        """End `verify`: keep these nodes of each window, from its first token on.
+
+        Of chains a path is ``0, 1, ...``. Nothing is copied for a chain, and no state for a tree.
+
+        Raises
+        ------
+        InputError
+            A path that is none; `verify` is still to be ended then.
+        """
+        sequences = self._verified("accept")
+        if self.driver.takes_paths:
+            self.driver.commit(paths=[list(path) for path in paths])
+        else:
+            self._require_chains(paths)
+            self.driver.commit([len(path) for path in paths])
+        self._table.keep(sequences, paths)
+        self._verifying = []
+
+    def abort(self) -> None:
+        """End `verify` and keep nothing of it."""
+        self._verified("abort")
+        self.driver.abort()
+        self._verifying = []
+
     def fork(self, sequence: int, count: int = 1) -> list[int]:
         """Start `count` copies of a sequence; recurrent states are shared, not copied.
 
@@ -283,10 +362,21 @@ class ReplayEngine:
 
     # Inside -----------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def _forward(self, sequences: Sequence[int], ids: torch.Tensor) -> torch.Tensor:
-        count = ids.shape[1]
-        self._table.begin(sequences, count)
+        """Logits after the last token of each, whose tokens all count."""
+        logits = self._run(sequences, ids, 1)
+        self._table.advance(sequences, ids.shape[1])
+        return logits[:, -1]
+
+    @torch.no_grad()
+    def _run(
+        self,
+        sequences: Sequence[int],
+        ids: torch.Tensor,
+        keep: int,
+        parents: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        self._table.begin(sequences, ids.shape[1], parents)
         options: dict[str, Any] = {self.driver.binding.cache_argument: self._cache}
         if self._takes_positions:
             options["position_ids"] = self._table.batch.positions
@@ -295,12 +385,24 @@ class ReplayEngine:
             # In four dimensions the peer takes a mask as it is, for full attention only.
             attention_mask=self._table.mask(self.model.dtype),
             use_cache=True,
-            logits_to_keep=1,
+            logits_to_keep=keep,
             **options,
         )
-        self._table.advance(sequences, count)
-        logits: torch.Tensor = output.logits[:, -1]
+        logits: torch.Tensor = output.logits[:, -keep:]
         return logits
+
+    def _verified(self, action: str) -> list[int]:
+        if not self._verifying:
+            raise PlanError(f"{action}: got no step; allowed after verify; call verify first")
+        return self._verifying
+
+    def _require_chains(self, paths: Sequence[Sequence[int]]) -> None:
+        for path in paths:
+            if list(path) != list(range(len(path))):
+                raise InputError(
+                    f"paths: got {list(path)} for a chain; allowed 0, 1, ... without a gap; give "
+                    "verify the parents of a tree"
+                )
 
     def _ids(self, token_ids: Sequence[int] | torch.Tensor) -> torch.Tensor:
         ids = torch.as_tensor(token_ids, device=self.pool.device)
@@ -319,6 +421,11 @@ class ReplayEngine:
         return ids.long()
 
     def _require(self, sequences: Sequence[int]) -> None:
+        if self._verifying:
+            raise PlanError(
+                "sequences: got a call while windows are verified; allowed after accept or abort; "
+                "end the step first"
+            )
         seen: set[int] = set()
         for sequence in sequences:
             self.pool.tokens(sequence)  # raises unless the handle is live
@@ -327,3 +434,11 @@ class ReplayEngine:
                     f"sequences: got {sequence} twice; allowed each once; drop the repetition"
                 )
             seen.add(sequence)
+
+
+def _padded(rows: Sequence[Sequence[int]], width: int, fill: int) -> torch.Tensor:
+    """``[rows, width]`` on the host."""
+    full = torch.full((len(rows), width), fill, dtype=torch.long)
+    for place, row in enumerate(rows):
+        full[place, : len(row)] = torch.tensor(row, dtype=torch.long)
+    return full

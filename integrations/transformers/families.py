@@ -165,6 +165,7 @@ _MAMBA2 = Kind(
     weights=_mamba2_weights,
     routes={
         "causal_conv1d_update": "conv_step",
+        "causal_conv1d_fn": "conv_window",
         "mamba2_selective_state_update": "mamba2_step",
         "mamba2_chunk_scan": "mamba2_chunk",
     },
@@ -175,6 +176,7 @@ _GDN = Kind(
     weights=_conv_weights,
     routes={
         "causal_conv1d_update": "conv_step",
+        "causal_conv1d_fn": "conv_window",
         "torch_recurrent_gated_delta_rule": "delta_step",
         "torch_chunk_gated_delta_rule": "delta_chunk",
     },
@@ -185,6 +187,7 @@ _KDA = Kind(
     weights=_conv_weights,
     routes={
         "causal_conv1d_update": "conv_step",
+        "causal_conv1d_fn": "conv_window",
         "recurrent_kimi_delta_attention": "delta_step",
         "chunk_kimi_delta_attention": "delta_chunk",
     },

@@ -20,8 +20,10 @@ class Batch:
     """The rows of the forward that is running: where each sequence's new tokens go."""
 
     slots: torch.Tensor  # [batch]
-    positions: torch.Tensor  # [batch, tokens]
+    places: torch.Tensor  # [batch, tokens], in the slot
+    positions: torch.Tensor  # [batch, tokens], in the text; siblings of a draft tree share one
     longest: int  # keys that the longest row attends to
+    reach: torch.Tensor | None = None  # [batch, tokens, tokens]: ancestors of a tree's nodes
 
 
 class SlotTable:
@@ -34,18 +36,19 @@ class SlotTable:
     def __init__(self, slots: int, device: torch.device) -> None:
         self.device = device
         self.layers: list[SlotLayer] = []
-        self.batch = Batch(torch.empty(0), torch.empty(0), 0)
+        self.batch = Batch(torch.empty(0), torch.empty(0), torch.empty(0), 0)
         self._free = list(range(slots))[::-1]
         self._slot: dict[int, int] = {}
         self._length: dict[int, int] = {}
+        self._written: dict[int, int] = {}  # past the length where drafts were rejected
 
     def open(self, sequence: int, length: int = 0) -> None:
         self._slot[sequence] = self._free.pop()
-        self._length[sequence] = length
+        self._length[sequence] = self._written[sequence] = length
 
     def close(self, sequence: int) -> None:
         slot = self._slot.pop(sequence)
-        used = self._length.pop(sequence)
+        used = max(self._length.pop(sequence), self._written.pop(sequence))
         # A masked key weighs 0, and 0 times a NaN left by another sequence would still be NaN.
         for layer in self.layers:
             layer.zero(slot, used)
@@ -70,25 +73,53 @@ class SlotTable:
         for layer, (keys, values) in zip(self.layers, data, strict=True):
             layer.write(self._slot[sequence], keys.to(self.device), values.to(self.device))
 
-    def begin(self, sequences: Sequence[int], tokens: int) -> None:
-        """The next forward adds `tokens` tokens to each of `sequences`."""
+    def begin(
+        self, sequences: Sequence[int], tokens: int, parents: torch.Tensor | None = None
+    ) -> None:
+        """The next forward adds `tokens` tokens to each of `sequences`.
+
+        `parents` ``[batch, tokens]`` makes them the nodes of draft trees.
+        """
         lengths = [self._length[s] for s in sequences]
         start = torch.tensor(lengths, device=self.device)
+        places = start[:, None] + torch.arange(tokens, device=self.device)
+        reach = None if parents is None else _ancestors(parents).to(self.device)
+        depths = places if reach is None else start[:, None] + reach.sum(-1) - 1
         self.batch = Batch(
             slots=torch.tensor([self._slot[s] for s in sequences], device=self.device),
-            positions=start[:, None] + torch.arange(tokens, device=self.device),
+            places=places,
+            positions=depths,
             longest=max(lengths) + tokens,
+            reach=reach,
         )
+        for sequence in sequences:
+            end = self._length[sequence] + tokens
+            self._written[sequence] = max(self._written[sequence], end)
 
     def advance(self, sequences: Sequence[int], tokens: int) -> None:
         """The forward went well: its tokens count."""
         for sequence in sequences:
             self._length[sequence] += tokens
 
+    def keep(self, sequences: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Of the forward's tokens these nodes count; they move to where a chain's would be."""
+        for sequence, path in zip(sequences, paths, strict=True):
+            start = self._length[sequence]
+            if list(path) != list(range(len(path))):
+                for layer in self.layers:
+                    layer.move(self._slot[sequence], start, path)
+            self._length[sequence] += len(path)
+
     def mask(self, dtype: torch.dtype) -> torch.Tensor:
         """Additive mask of the running batch, ``[batch, 1, tokens, longest]``."""
-        keys = torch.arange(self.batch.longest, device=self.device)
-        hidden = keys > self.batch.positions[:, None, :, None]
+        batch = self.batch
+        keys = torch.arange(batch.longest, device=self.device)
+        hidden = keys > batch.places[:, None, :, None]
+        if batch.reach is not None:
+            count = batch.places.shape[1]
+            node = keys - batch.places[:, :1]  # [batch, longest]; before the window it is negative
+            seen = batch.reach.gather(2, node.clamp(0, count - 1)[:, None].expand(-1, count, -1))
+            hidden |= ((node >= 0)[:, None] & ~seen)[:, None]
         zero = torch.zeros(hidden.shape, dtype=dtype, device=self.device)
         return zero.masked_fill(hidden, torch.finfo(dtype).min)
 
@@ -135,14 +166,14 @@ class SlotLayer:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
-        places = (batch.slots[:, None], slice(None), batch.positions)
+        places = (batch.slots[:, None], slice(None), batch.places)
         self.keys[places] = key_states.transpose(1, 2)
         self.values[places] = value_states.transpose(1, 2)
         rows = slice(batch.longest)
         return self.keys[batch.slots, :, rows], self.values[batch.slots, :, rows]
 
     def get_seq_length(self) -> int:
-        return self.table.batch.longest - self.table.batch.positions.shape[-1]
+        return self.table.batch.longest - self.table.batch.places.shape[-1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -161,6 +192,12 @@ class SlotLayer:
         for part in (self.keys, self.values):
             if part is not None:
                 part[target, :, :length] = part[source, :, :length]
+
+    def move(self, slot: int, start: int, path: Sequence[int]) -> None:
+        for part in (self.keys, self.values):
+            if part is not None:
+                nodes = torch.tensor(path, device=part.device) + start
+                part[slot, :, start : start + len(path)] = part[slot, :, nodes]
 
     def read(self, slot: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.keys is not None
@@ -188,3 +225,15 @@ class SlotLayer:
             return new
 
         self.keys, self.values = larger(self.keys, keys), larger(self.values, values)
+
+
+def _ancestors(parents: torch.Tensor) -> torch.Tensor:
+    """``[batch, t, s]``: whether node ``s`` is ``t`` or above it."""
+    batch, count = parents.shape
+    reach = torch.zeros((batch, count, count), dtype=torch.bool)
+    rows = torch.arange(batch)
+    for node in range(count):
+        above = parents[:, node].long()
+        reach[:, node] = reach[rows, above.clamp_min(0)] & (above >= 0)[:, None]
+        reach[:, node, node] = True
+    return reach

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from replayinfer import UnsupportedError
-
-from .dispatch import StateHandle
+from .dispatch import StateHandle, WindowHandle
 from .driver import StateDriver
 
 __all__ = ["ReplayHybridLayer", "ReplayStateLayer", "with_peer_base"]
@@ -32,7 +30,8 @@ def with_peer_base(ours: type, base: str) -> Any:
 class ReplayStateLayer:
     """The cache layer of one recurrent layer: hands out handles, takes prefill states."""
 
-    # Read by `generate`: none of these states can be cropped, and no step of ours can be traced.
+    # Read by `generate`: only what came with the last window can be cropped, not any token, and no
+    # step of ours can be traced.
     is_compileable = False
     is_croppable = False
 
@@ -50,8 +49,11 @@ class ReplayStateLayer:
 
     def update_conv_state(
         self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | WindowHandle:
         """Keep what the convolution of the next token needs; return what this one's needs."""
+        convolved = self.driver.window_conv(self.layer, conv_states)
+        if convolved is not None:
+            return WindowHandle(self.driver, self.layer, convolved)
         return self.driver.keep_conv(self.layer, conv_states)
 
     def update_recurrent_state(
@@ -71,13 +73,13 @@ class ReplayStateLayer:
     def reset(self) -> None:
         """The cache frees the sequences of all layers at once."""
 
+    # The cache forks, frees and rolls back whole sequences, once for all layers.
+
     def activate_past_recording(self) -> None:
-        _refuse("activate_past_recording")
+        """See `ReplayCache.activate_past_recording`."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        _refuse("crop")
-
-    # The cache forks and frees whole sequences, once for all layers.
+        """See `ReplayCache.crop`."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """See `ReplayCache.reorder_cache`."""
@@ -134,10 +136,3 @@ class ReplayHybridLayer(ReplayStateLayer):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         self.attention.batch_select_indices(indices)
-
-
-def _refuse(method: str) -> None:
-    raise UnsupportedError(
-        f"{method}: got a replayed state; allowed no rollback through this cache; generate without "
-        "an assistant model"
-    )

@@ -44,6 +44,10 @@ def demo(
         str, typer.Option(help="cpu, cuda, or auto: the GPU where --backend triton finds one.")
     ] = "auto",
     seed: Annotated[int, typer.Option(help="Seed of the models' weights.")] = _DEFAULTS.seed,
+    speculate: Annotated[
+        int,
+        typer.Option(help="Drafts of a round: a draft model proposes, windows of 1 + N verify."),
+    ] = _DEFAULTS.speculate,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object a model, and nothing else.")
     ] = False,
@@ -60,7 +64,7 @@ def demo(
     interpret_without_gpu(backend)
     options = DemoOptions(
         format=format, capacity=capacity, prompts=prompts, tokens=tokens, backend=backend,
-        policy=policy, device=device, seed=seed, files=tuple(files or ()),
+        policy=policy, device=device, seed=seed, files=tuple(files or ()), speculate=speculate,
     )  # fmt: skip
     results = []
     with live_progress(Console(stderr=True)) as progress_of:

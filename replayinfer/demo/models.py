@@ -10,6 +10,7 @@ rounding differences of float32 stay four orders below (`tests/demo` holds both)
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -19,7 +20,10 @@ from replayinfer import InputError
 
 from .configs import MODELS
 
-__all__ = ["build_model", "scale_weights"]
+__all__ = ["build_model", "draft_model", "scale_weights"]
+
+
+_DISTURBANCE = 0.03
 
 
 def build_model(name: str, seed: int = 0) -> Any:
@@ -41,6 +45,21 @@ def build_model(name: str, seed: int = 0) -> Any:
         model = AutoModelForCausalLM.from_config(MODELS[name].config(), dtype=torch.float32)
     scale_weights(model, torch.Generator().manual_seed(seed))
     return model.eval()
+
+
+@torch.no_grad()
+def draft_model(model: Any, seed: int = 0) -> Any:
+    """What drafts for `model`: its copy with every weight 3% off.
+
+    It stands for the smaller model that a trained one would have. It is right about half of the
+    time, so that drafts of every length are accepted and refused.
+    """
+    draft = copy.deepcopy(model)
+    rng = torch.Generator().manual_seed(seed + 1)
+    for weight in draft.parameters():
+        noise = torch.randn(weight.shape, generator=rng).to(weight)
+        weight.mul_(1 + _DISTURBANCE * noise)
+    return draft
 
 
 @torch.no_grad()

@@ -70,6 +70,13 @@ def results_table(results: Sequence[DemoResult]) -> Table:
         ("pages leaked", lambda r: str(r.pages_leaked)),
         ("seconds", lambda r: f"{r.seconds:.1f}"),
     ]
+    if any(r.speculate for r in results):
+        rows[3:3] = [
+            ("drafts a round", lambda r: str(r.speculate)),
+            ("rounds", lambda r: str(r.rounds)),
+            ("drafts accepted", lambda r: f"{r.drafts_accepted} / {r.drafts}"),
+            ("tokens a round", lambda r: f"{r.accepted_per_round:.2f}"),
+        ]
     for label, show in rows:
         table.add_row(label, *(show(r) for r in results))
     return table

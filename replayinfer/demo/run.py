@@ -15,7 +15,7 @@ import torch
 
 from ..checks import positive_int, usable_device
 from ..formats import get_format
-from .models import build_model
+from .models import build_model, draft_model
 from .prompts import load_prompts
 from .reference import FP32_BOUND, Comparison, Reference, compare, generate, logit_bound
 from .serve import Event, Request, Schedule, Server
@@ -42,6 +42,8 @@ class DemoOptions:
         Of the weights.
     files : tuple of Path
         Text to prompt with; Python's own help without any.
+    speculate : int
+        Drafts of a round, by a draft model; 0 decodes token by token.
     """
 
     format: str = "fp32"
@@ -53,6 +55,7 @@ class DemoOptions:
     device: str = "cpu"
     seed: int = 0
     files: tuple[Path, ...] = ()
+    speculate: int = 0
 
     def __post_init__(self) -> None:
         get_format(self.format)
@@ -60,6 +63,7 @@ class DemoOptions:
         for name in ("capacity", "prompts", "tokens"):
             positive_int(name, getattr(self, name))
         positive_int("seed", self.seed, minimum=0)
+        positive_int("speculate", self.speculate, minimum=0)
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,11 @@ class DemoResult:
     pages_leaked: int
     seconds: float
     ok: bool
+    speculate: int = 0
+    rounds: int = 0  # windows verified
+    drafts: int = 0  # in them
+    drafts_accepted: int = 0
+    accepted_per_round: float = 1.0  # tokens, the certain one included
 
     def as_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -102,11 +111,12 @@ def run_model(name: str, options: DemoOptions, progress: Progress) -> DemoResult
     """Build a model, decode the prompts by its own ``generate``, serve them by replay, compare.
 
     In the format ``fp32`` the served tokens are free and must be those of ``generate``. In the
-    rounded formats they follow the reference, and logits must agree within `logit_bound`.
+    rounded formats they follow the reference, and logits must agree within `logit_bound`. Drafts
+    change neither.
     """
     prompts = load_prompts(options.prompts, options.files)
     with quiet_peer(), _one_thread(), _float32_convolutions():
-        from replayinfer.integrations.transformers import ReplayEngine
+        from replayinfer.integrations.transformers import ModelDrafter, ReplayEngine
 
         began = time.perf_counter()
         model = build_model(name, options.seed).to(options.device)
@@ -114,13 +124,23 @@ def run_model(name: str, options: DemoOptions, progress: Progress) -> DemoResult
         engine = ReplayEngine(
             model,
             capacity=options.capacity,
+            max_window=1 + options.speculate,
             format=options.format,
             max_sequences=schedule.running + 1,
             policy=options.policy,
             backend=options.backend,
         )
+        drafter = None
+        if options.speculate:
+            draft_engine = ReplayEngine(
+                draft_model(model, options.seed),
+                capacity=max(16, 1 + options.speculate),
+                max_window=1 + options.speculate,
+                max_sequences=2 * (schedule.running + 1),
+            )
+            drafter = ModelDrafter(draft_engine, options.speculate)
         references = _references(model, prompts, options, schedule, progress)
-        server = _server(engine, prompts, references, options, schedule)
+        server = _server(engine, prompts, references, options, schedule, drafter)
         pages_peak = _serve(server, options, progress)
         comparison = _compare(model, server, references, options, schedule)
         seconds = time.perf_counter() - began
@@ -129,6 +149,9 @@ def run_model(name: str, options: DemoOptions, progress: Progress) -> DemoResult
     bound = logit_bound(options.format, options.capacity)
     pool, counters = engine.pool, engine.counters
     leaked = sum(pool.pages_in_use().values())
+    speculation = server.speculation
+    if drafter is not None:
+        leaked += sum(drafter.engine.pool.pages_in_use().values())
     right = comparison.max_logit_diff <= bound
     if exact:
         right = right and comparison.equal + comparison.ties == comparison.tokens
@@ -160,6 +183,11 @@ def run_model(name: str, options: DemoOptions, progress: Progress) -> DemoResult
         pages_leaked=leaked,
         seconds=round(seconds, 3),
         ok=right and not leaked,
+        speculate=options.speculate,
+        rounds=speculation.rounds,
+        drafts=speculation.drafts,
+        drafts_accepted=speculation.accepted,
+        accepted_per_round=round(speculation.accepted_per_round, 3),
     )
 
 
@@ -190,6 +218,7 @@ def _server(
     references: list[Reference],
     options: DemoOptions,
     schedule: Schedule,
+    drafter: Any,
 ) -> Server:
     forced = options.format != "fp32"
     gap = max(1, min(5, options.tokens // 8))
@@ -208,7 +237,7 @@ def _server(
         length=options.tokens,
         follow=of_child if forced else of_child[: schedule.fork_at],
     )
-    return Server(engine, requests, child, schedule)
+    return Server(engine, requests, child, schedule, drafter)
 
 
 def _serve(server: Server, options: DemoOptions, progress: Progress) -> int:

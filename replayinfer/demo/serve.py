@@ -1,12 +1,17 @@
-"""Continuous batching: arrivals, departures, a fork, and a preempted sequence that comes back."""
+"""Continuous batching: arrivals, departures, a fork, and a preempted sequence that comes back.
+
+Decoded token by token, or in rounds of drafts that are verified together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from ..speculation import SpeculationCounters, SpeculativeSession
 
 __all__ = ["Event", "Request", "Schedule", "Server"]
 
@@ -102,10 +107,17 @@ class Server:
         In the order of arrival.
     child : Request
         Starts as a fork of ``requests[schedule.forked]``.
+    drafter : ModelDrafter, optional
+        Decode in rounds of its drafts.
     """
 
     def __init__(
-        self, engine: Any, requests: list[Request], child: Request, schedule: Schedule
+        self,
+        engine: Any,
+        requests: list[Request],
+        child: Request,
+        schedule: Schedule,
+        drafter: Any = None,
     ) -> None:
         self.engine = engine
         self.requests = requests
@@ -118,6 +130,14 @@ class Server:
         self._parked: list[tuple[int, Request, Any]] = []  # (step to come back, ...)
         self._finished = 0
         self._step = 0
+        self._drafter = drafter
+        self._target = _Watched(engine)
+        self._session = SpeculativeSession(self._target, drafter or (lambda contexts: {}))
+
+    @property
+    def speculation(self) -> SpeculationCounters:
+        """Rounds and drafts, where there is a drafter."""
+        return self._session.counters
 
     def run(self, report: Callable[[Event], None]) -> None:
         """Serve all requests to their end."""
@@ -141,6 +161,7 @@ class Server:
                 self._parked.remove(entry)
                 request.sequence = self.engine.resume(state)
                 self._running.append(request)
+                self._draft_for(request)
 
     def _admit(self) -> None:
         while self._waiting and self._waiting[0].arrival <= self._step and self._room:
@@ -148,14 +169,46 @@ class Server:
             request.sequence, logits = self.engine.prefill(request.prompt)
             self._running.append(request)
             request.take(logits)
+            self._draft_for(request)
             self._settle(request)
 
     def _decode(self) -> None:
         batch = list(self._running)
+        if self._drafter is not None:
+            self._decode_drafts(batch)
+            return
         logits = self.engine.step([r.sequence for r in batch], [r.tokens[-1] for r in batch])
         for request, row in zip(batch, logits, strict=True):
             request.take(row)
             self._settle(request)
+
+    def _decode_drafts(self, batch: list[Request]) -> None:
+        self._target.requests = {r.sequence: r for r in batch}
+        self._session.step(
+            [r.sequence for r in batch], limits={r.sequence: self._before_event(r) for r in batch}
+        )
+        for request, logits in zip(batch, self._target.logits, strict=True):
+            for row in logits:
+                request.take(row)
+            self._settle(request)
+
+    def _before_event(self, request: Request) -> int:
+        """Tokens that a request may take until something happens to it."""
+        have, plan = len(request.tokens), self.schedule
+        stops = [request.length]
+        if request is self.requests[plan.forked]:
+            stops.append(plan.fork_at)
+        if request is self.requests[plan.preempted]:
+            stops.append(plan.preempt_at)
+        return min(stop - have for stop in stops if stop > have)
+
+    def _draft_for(self, request: Request) -> None:
+        self._session.add(request.sequence, [*request.prompt, *request.tokens])
+
+    def _draft_no_more(self, request: Request) -> None:
+        self._session.remove(request.sequence)
+        if self._drafter is not None:
+            self._drafter.forget(request.sequence)
 
     def _settle(self, request: Request) -> None:
         """Fork, preempt or finish a request that has just taken a token."""
@@ -166,6 +219,7 @@ class Server:
             self._finish(request)
         elif request is self.requests[plan.preempted] and have == plan.preempt_at:
             self._running.remove(request)
+            self._draft_no_more(request)
             parked = self.engine.preempt(request.sequence)
             self._parked.append((self._step + plan.pause, request, parked))
             self.preemptions += 1
@@ -178,11 +232,13 @@ class Server:
         child.tokens, child.logits = parent.tokens[:-1], parent.logits[:-1]
         child.take(parent.logits[-1])
         self._running.append(child)
+        self._draft_for(child)
         if child.done:
             self._finish(child)
 
     def _finish(self, request: Request) -> None:
         self._running.remove(request)
+        self._draft_no_more(request)
         self.engine.free([request.sequence])
         self._finished += 1
 
@@ -195,3 +251,40 @@ class Server:
             tokens=sum(len(r.tokens) for r in everyone),
             pages=self.engine.pool.pages_in_use(),
         )
+
+
+class _Watched:
+    """An engine as a session's target, which keeps the logits and lets requests follow a text."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+        self.requests: dict[int, Request] = {}
+        self.logits: list[torch.Tensor] = []
+        self._all = torch.empty(0)
+
+    @property
+    def max_window(self) -> int:
+        return int(self.engine.max_window)
+
+    def verify(
+        self,
+        sequences: Sequence[int],
+        windows: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> torch.Tensor:
+        self._all = self.engine.verify(sequences, windows, parents)
+        shown = self._all.clone()
+        for row, sequence in enumerate(sequences):
+            request = self.requests[sequence]
+            follow = request.follow[len(request.tokens) :][: len(windows[row])]
+            for node, token in enumerate(follow):
+                shown[row, node] = float("-inf")
+                shown[row, node, token] = 0.0
+        return shown
+
+    def accept(self, paths: Sequence[Sequence[int]]) -> None:
+        self.engine.accept(paths)
+        self.logits = [self._all[row, list(path)] for row, path in enumerate(paths)]
+
+    def abort(self) -> None:
+        self.engine.abort()

@@ -76,7 +76,7 @@ def conv(hidden_states, conv_state, weight, bias=None, activation=None): ...
 
 
 def test_a_module_without_the_function_is_refused_whole():
-    module = module_with(causal_conv1d_update=conv)
+    module = module_with(causal_conv1d_update=conv, causal_conv1d_fn=conv)
     with pytest.raises(UnsupportedError, match="got no function mamba2_selective_state_update"):
         install(FAMILIES["nemotron_h"], module)
     assert module.causal_conv1d_update is conv
@@ -86,8 +86,9 @@ def test_a_function_with_other_parameters_is_refused_whole():
     def step(cache, x): ...
 
     module = module_with(
-        causal_conv1d_update=conv, mamba2_selective_state_update=step, mamba2_chunk_scan=step
-    )
+        causal_conv1d_update=conv, causal_conv1d_fn=conv, mamba2_selective_state_update=step,
+        mamba2_chunk_scan=step,
+    )  # fmt: skip
     with pytest.raises(UnsupportedError, match="step: got parameters cache, x"):
         install(FAMILIES["nemotron_h"], module)
     assert module.causal_conv1d_update is conv
