@@ -1,8 +1,8 @@
 """How far a state is from float64 after many decoded tokens: `python docs/benchmarks/drift.py`.
 
 Every format of the library through its own pool, planner and folds; beside them a plain float32
-recurrence, and two schemes that others use: a bf16 state written at every token, and a float32 state
-that is fed corrected values of 16 bits. Writes drift.json and drift.md beside this file.
+recurrence, and two schemes that others use: a bf16 state written at every token, and a float32
+state that is fed corrected values of 16 bits. Writes drift.json and drift.md beside this file.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def main() -> None:
     (HERE / "drift.json").write_text(json.dumps(run, indent=1) + "\n")
     (HERE / "drift.md").write_text(
         f"`{run['command']}`: relative error of the state against float64, bf16 inputs, "
-        f"L = {CAPACITY}, torch {run['torch']} on a CPU. The first four are this library's formats; "
-        "`fp32_split` is read as bf16, yet its recurrence is that of float32.\n"
+        f"L = {CAPACITY}, torch {run['torch']} on a CPU. The first four are this library's "
+        "formats; `fp32_split` is read as bf16, yet its recurrence is that of float32.\n"
         + table(rows)
         + "\n"
     )
