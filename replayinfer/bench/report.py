@@ -39,6 +39,13 @@ def markdown_table(report: BenchReport) -> str:
         "and plan uploads counted, median, arms interleaved. The last column is the time that the "
         "bytes of a step need at the ceiling.",
     ]
+    if any(row["window"] > 1 for row in report.rows):
+        lines += [
+            "",
+            "T: tokens of a window, its drafts among them. r: the probability that a draft is "
+            "right where all before it were. Standard kernels write a state per token; what copies "
+            "the accepted one back is not timed.",
+        ]
     for title, rows in scopes(report):
         lines += [
             "",
@@ -70,8 +77,11 @@ def shape(row: dict[str, Any]) -> str:
 
 
 def kept(row: dict[str, Any]) -> str:
-    """Rows before a fold, or ``direct`` where none are kept."""
-    return "direct" if row["direct"] else str(row["capacity"])
+    """Rows before a fold, or ``direct`` where none are kept; with windows, those too."""
+    if row["direct"]:
+        return "direct"
+    window = "" if row["window"] == 1 else f", T={row['window']}, r={row['commit_rate']:g}"
+    return f"{row['capacity']}{window}"
 
 
 def plot(report: BenchReport, path: Path) -> None:
@@ -95,7 +105,8 @@ def plot(report: BenchReport, path: Path) -> None:
     series: dict[str, list[dict[str, Any]]] = {}
     for row in report.rows:
         scope = "" if row["scope"] == "ssm" else f", {row['scope']}"
-        label = f"{shape(row)}, {row['format']}, L={row['capacity']}{scope}"
+        length = kept(row) if row["window"] > 1 else row["capacity"]
+        label = f"{shape(row)}, {row['format']}, L={length}{scope}"
         series.setdefault(label, []).append(row)
     for label, rows in series.items():
         rows = sorted(rows, key=lambda r: int(r["batch"]))

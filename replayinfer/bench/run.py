@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from ..cost import accepted_mean
 from ..errors import UnsupportedError
 from ..formats import CheckpointFormat, get_format
 from ..spec import LayerSpec
@@ -26,7 +27,7 @@ from .work import Work, make_work
 __all__ = ["BenchCase", "BenchReport", "run_bench"]
 
 _COLD_BYTES = 512 << 20  # states of all layers together, so that no layer finds its own in the L2
-_MOST_BYTES = 24 << 30
+_MOST_BYTES = 16 << 30  # of one arm; those that return new states hold a few times as much
 _STANDARD_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FINALISTS = 2  # configurations that are timed in turns with ours, after a short look at each
 
@@ -45,6 +46,10 @@ class BenchCase:
         Whether the model's convolution has a bias.
     direct : {"auto", "never", "always"}
         Whether our steps move the states in place; as in `ReplayDecodeWrapper`.
+    window : int
+        New tokens of every sequence: 1, or a token and its drafts, to be verified.
+    commit_rate : float
+        Probability that a draft is right where all before it were.
     layers : int
         Layers of this kind in the model: what a step does once is spread over them. Fewer are
         walked where their states would not fit, more where one would find its own in the L2.
@@ -60,6 +65,8 @@ class BenchCase:
     gated: bool = False
     conv_bias: bool = True
     direct: Literal["auto", "never", "always"] = "auto"
+    window: int = 1
+    commit_rate: float = 1.0
     layers: int = 32
 
     @property
@@ -110,7 +117,7 @@ def run_bench(
     command: str,
     progress: Callable[[BenchCase, dict[str, Any], BenchReport], None] | None = None,
 ) -> BenchReport:
-    """Time decode steps of one token on the current CUDA device.
+    """Time decode steps on the current CUDA device.
 
     `progress` is called after every case with its row and the report so far.
 
@@ -164,13 +171,16 @@ class _Verdicts:
         self._known: dict[tuple[Any, ...], str | None] = {}
 
     def why_not(self, variant: Variant, case: BenchCase) -> str | None:
-        about = (case.spec, case.scope, case.dtype, case.state_dtype, case.gated, case.conv_bias)
+        about = (
+            case.spec, case.scope, case.dtype, case.state_dtype, case.gated, case.conv_bias,
+            case.window,
+        )  # fmt: skip
         key = (variant.name, *about)
         if key not in self._known:
             self._known[key] = verify_peer(
                 variant, case.spec, scope=case.scope, dtype=case.dtype,
                 state_dtype=case.state_dtype, device=self._device, gated=case.gated,
-                conv_bias=case.conv_bias,
+                conv_bias=case.conv_bias, window=case.window,
             )  # fmt: skip
         return self._known[key]
 
@@ -185,19 +195,20 @@ def _measure(
     ours = make_steps(
         spec, batch=case.batch, layers=layers, capacity=case.capacity, format=case.format,
         dtype=case.dtype, backend=case.backend, device=device, scope=case.scope,
-        gated=case.gated, conv_bias=case.conv_bias, direct=case.direct,
+        gated=case.gated, conv_bias=case.conv_bias, direct=case.direct, window=case.window,
+        commit_rate=case.commit_rate,
     )  # fmt: skip
     ours_graph = capture(ours.launch)
     work = make_work(
         spec, batch=case.batch, layers=layers, dtype=case.dtype, state_dtype=case.state_dtype,
-        device=device, gated=case.gated, conv_bias=case.conv_bias,
+        device=device, gated=case.gated, conv_bias=case.conv_bias, window=case.window,
     )  # fmt: skip
 
     peers: dict[str, float] = {}
     best: dict[str, _Arm] = {}
     skipped: dict[str, str] = {}
     for variant in standard_kernels(
-        spec, case.scope, case.dtype, case.state_dtype, skipped, report.versions
+        spec, case.scope, case.dtype, case.state_dtype, skipped, report.versions, case.window
     ):
         arm = _captured(variant, case, work, verdicts, skipped)
         if arm is None:
@@ -257,7 +268,8 @@ def _record(all_of_run: dict[str, str], skipped: dict[str, str], case: BenchCase
     """Add a case's reasons; what differs between cases names its own."""
     for name, reason in skipped.items():
         if all_of_run.setdefault(name, reason) != reason:
-            where = f"{case.scope}, {case.standard_format}, batch {case.batch}"
+            window = "" if case.window == 1 else f", window {case.window}"
+            where = f"{case.scope}, {case.standard_format}, batch {case.batch}{window}"
             all_of_run.setdefault(f"{name}, {where}", reason)
 
 
@@ -275,15 +287,20 @@ def _row(
     theirs = None if baseline is None else peers[baseline]
     return {
         "family": spec.family, "heads": spec.heads, shared: count, "dim": spec.dim,
-        "state": spec.state, "scope": case.scope, "batch": case.batch, "window": 1,
+        "state": spec.state, "scope": case.scope, "batch": case.batch, "window": case.window,
         "format": case.format, "state_dtype": case.standard_format, "capacity": case.capacity,
-        "policy": "full", "commit_rate": 1.0, "backend": ours.backend, "direct": ours.direct,
-        "layers": layers, "ours_us": round(mine, 2), "baseline": baseline or "none installed",
+        "policy": "full", "commit_rate": case.commit_rate, "backend": ours.backend,
+        "direct": ours.direct, "layers": layers, "ours_us": round(mine, 2),
+        "baseline": baseline or "none installed",
         "baseline_us": None if theirs is None else round(theirs, 2),
         "ratio": None if theirs is None else round(theirs / mine, 3),
+        "rounds_per_s": round(case.batch / mine * 1e6),
+        "tokens_per_s": round(
+            case.batch * accepted_mean(case.window, case.commit_rate) / mine * 1e6
+        ),
         "bytes": bytes_per_step(
             spec, fmt, case.dtype, batch=case.batch, capacity=case.capacity, direct=ours.direct,
-            scope=case.scope,
+            scope=case.scope, window=case.window, commit_rate=case.commit_rate,
         ),
         "bytes_per_sequence_and_layer": ours.memory_per_sequence,
         "peers": {name: round(micros, 2) for name, micros in sorted(peers.items())},

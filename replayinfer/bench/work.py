@@ -1,4 +1,4 @@
-"""What every arm of a bench decodes: one token of every sequence in some layers.
+"""What every arm of a bench decodes: a token, or a window, of every sequence in some layers.
 
 Tensors lie as a model leaves them: the convolution's input and the gates are slices of one packed
 projection, and what the step takes (``x | B | C`` or ``q | k | v``) are slices of the
@@ -23,26 +23,31 @@ from ..testing import (
 
 __all__ = ["Tokens", "Work", "make_tokens", "make_weights", "make_work"]
 
+_PAST_CACHES = 512 << 20  # bytes
 _EXACT = ("A", "A_log")  # kept in float32 by every model; other parameters have its dtype
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """One token of every sequence in one layer.
+    """The new tokens of every sequence in one layer, those of a window next to each other.
 
     Attributes
     ----------
-    rows : Tensor, [batch, channels]
+    rows : Tensor, [tokens, channels]
         Before the convolution.
-    convolved : Tensor, [batch, channels]
+    convolved : Tensor, [tokens, channels]
         After it, contiguous.
-    inputs : dict of str to Tensor, [batch, ...]
+    inputs : dict of str to Tensor, [tokens, ...]
         By the names of ``spec.input_fields``; the activations are views of `convolved`.
     """
 
     rows: torch.Tensor
     convolved: torch.Tensor
     inputs: dict[str, torch.Tensor]
+
+    def windows(self, window: int) -> dict[str, torch.Tensor]:
+        """The inputs as ``[batch, window, ...]``."""
+        return {name: value.unflatten(0, (-1, window)) for name, value in self.inputs.items()}
 
 
 @dataclass
@@ -52,6 +57,9 @@ class Work:
     Attributes
     ----------
     spec, batch, dtype, state_dtype, device
+    window : int
+        Tokens of a sequence that one call takes; with more than one a kernel keeps a state per
+        token, since any of them may be the last that counts.
     gated : bool
         Whether the step multiplies by ``silu(z)`` itself.
     conv_bias : bool
@@ -69,6 +77,7 @@ class Work:
     device: torch.device
     gated: bool
     conv_bias: bool
+    window: int = 1
     tokens: list[Tokens] = field(default_factory=list)
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)
     states: list[torch.Tensor] = field(default_factory=list)
@@ -76,15 +85,36 @@ class Work:
 
     def __post_init__(self) -> None:
         self.slots = torch.arange(self.batch, device=self.device, dtype=torch.int32)
+        self._token_states: list[torch.Tensor] = []
 
     @property
     def layers(self) -> int:
         return len(self.states)
 
     def outputs(self) -> list[torch.Tensor]:
-        """New tensors for every layer's output, ``[batch, heads, dim]``."""
-        shape = (self.batch, self.spec.heads, self.spec.dim)
+        """New tensors for every layer's output, ``[batch, heads, dim]`` or with a window axis."""
+        tokens = (self.batch,) if self.window == 1 else (self.batch, self.window)
+        shape = (*tokens, self.spec.heads, self.spec.dim)
         return [torch.empty(shape, device=self.device, dtype=self.dtype) for _ in self.states]
+
+    def inputs(self, layer: int) -> dict[str, torch.Tensor]:
+        """What the step of a layer takes, ``[batch, ...]`` or ``[batch, window, ...]``."""
+        tokens = self.tokens[layer]
+        return tokens.inputs if self.window == 1 else tokens.windows(self.window)
+
+    def token_states(self, layer: int) -> torch.Tensor:
+        """Room for a state per token, ``[batch, window, heads, dim, state]``.
+
+        Layers share buffers as far as these are too large for a cache to hold them.
+        """
+        if not self._token_states:
+            shape = (self.batch, self.window, *self.spec.state_shape)
+            size = math.prod(shape) * self.state_dtype.itemsize
+            count = min(self.layers, -(-_PAST_CACHES // size))
+            self._token_states = [
+                torch.empty(shape, device=self.device, dtype=self.state_dtype) for _ in range(count)
+            ]
+        return self._token_states[layer % len(self._token_states)]
 
 
 def make_work(
@@ -97,14 +127,15 @@ def make_work(
     device: torch.device,
     gated: bool = False,
     conv_bias: bool = True,
+    window: int = 1,
     seed: int = 0,
 ) -> Work:
     """Random work with the decays of trained layers; nothing in it is zero."""
-    work = Work(spec, batch, dtype, state_dtype, device, gated, conv_bias)
+    work = Work(spec, batch, dtype, state_dtype, device, gated, conv_bias, window)
     generator = torch.Generator(device=device).manual_seed(seed)
     for _ in range(layers):
         work.weights.append(make_weights(spec, dtype, generator, conv_bias))
-        work.tokens.append(make_tokens(spec, batch, dtype, generator, gated))
+        work.tokens.append(make_tokens(spec, batch * window, dtype, generator, gated))
         work.states.append(initial_states(spec, batch, generator).to(state_dtype))
         taps = max(spec.conv_width - 1, 0)
         before = conv_inputs(spec, taps, batch, dtype, generator)
@@ -123,13 +154,13 @@ def make_weights(
 
 
 def make_tokens(
-    spec: LayerSpec, batch: int, dtype: torch.dtype, generator: torch.Generator, gated: bool
+    spec: LayerSpec, tokens: int, dtype: torch.dtype, generator: torch.Generator, gated: bool
 ) -> Tokens:
-    inputs = {n: v[:, 0] for n, v in layer_inputs(spec, 1, batch, dtype, generator).items()}
+    inputs = {n: v[:, 0] for n, v in layer_inputs(spec, 1, tokens, dtype, generator).items()}
     if gated and isinstance(spec, Mamba2Spec):
         shape = inputs["x"].shape
         inputs["z"] = torch.randn(shape, generator=generator, device=generator.device).to(dtype)
-    rows = conv_inputs(spec, 1, batch, dtype, generator)[:, 0]
+    rows = conv_inputs(spec, 1, tokens, dtype, generator)[:, 0]
     activations = split_channels(spec, rows)
     convolved = torch.cat([inputs.pop(name).flatten(1) for name in activations], dim=1)
     # What is left are gates; those of the model's dtype share a projection with the rows.

@@ -16,6 +16,8 @@ from replayinfer import GDNSpec, InputError, KDASpec, LayerSpec, Mamba2Spec
 
 from ..bench import BenchCase, BenchReport, run_bench
 from ..bench.peers import Scope
+from ..bench.plan import bench_plans
+from ..bench.policies import bench_policies
 from ..bench.report import kept, markdown_table, plot, scopes
 from ..bench.report import shape as shape_of
 from ..cost import best_capacity
@@ -75,32 +77,84 @@ def bench(
             "or always."
         ),
     ] = "auto",
+    window: Annotated[
+        str,
+        typer.Option(
+            help="Tokens of a step, comma-separated, each is measured: 1 to decode, 1 + drafts to "
+            "verify."
+        ),
+    ] = "1",
+    commit_rate: Annotated[
+        str,
+        typer.Option(
+            help="Of windows: the probability that a draft is right where all before it were, "
+            "comma-separated."
+        ),
+    ] = "0.7",
     backend: Annotated[str, typer.Option(help="auto, triton or torch.")] = "auto",
     out: Annotated[
         Path | None, typer.Option(help="Write NAME.json, NAME.md and NAME.png into this folder.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="NAME of those files.")] = None,
+    plan: Annotated[
+        bool,
+        typer.Option(
+            "--plan", help="Instead of layers, time the plan of a step: on the host and the device."
+        ),
+    ] = False,
+    policies: Annotated[
+        bool,
+        typer.Option(
+            "--policies",
+            help="Instead, time 2,000 steps under every fold policy and three kinds of arrivals, "
+            "at the first batch, format and capacity.",
+        ),
+    ] = False,
     json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, and nothing else.")
     ] = False,
 ) -> int:
+    if plan:
+        return _plan(json)
     spec, how = _layer(model, family, shape)
+    if policies:
+        f = get_format(format.split(",")[0]).name
+        length = best_capacity(spec, f) if capacity == "auto" else integers("capacity", capacity)[0]
+        return _policies(spec, integers("batch", batch)[0], f, length, out, name, json)
     if direct not in _DIRECT:
         raise InputError(f"direct: got {direct!r}; allowed {', '.join(_DIRECT)}; pick one")
     if mixer and not spec.conv_width:
         raise InputError(
             "mixer: got a layer without a convolution; allowed one that has it; leave --mixer out"
         )
+    windows, rates = integers("window", window), _rates(commit_rate)
+    if mixer and max(windows) > 1:
+        raise InputError(
+            f"mixer: got windows of {max(windows)}; allowed 1, since no convolution of a peer is "
+            "timed over windows; leave --mixer or --window out"
+        )
+    if direct == "always" and max(windows) > 1:
+        raise InputError(
+            f"direct: got 'always' for windows of {max(windows)}; allowed auto or never, since a "
+            "state that has moved takes no draft back; leave it out"
+        )
+    lengths = None if capacity == "auto" else integers("capacity", capacity)
+    if lengths and min(lengths) < max(windows):
+        raise InputError(
+            f"capacity: got {min(lengths)} for windows of {max(windows)}; allowed at least the "
+            "window, since none is truncated; raise it"
+        )
     measured: tuple[Scope, ...] = ("ssm", "mixer") if mixer else ("ssm",)
     cases = [
         BenchCase(
-            spec, b, f, length, backend=backend, scope=scope, direct=cast(Any, direct), **how
+            spec, b, f, length, backend=backend, scope=scope, direct=cast(Any, direct), window=w,
+            commit_rate=r, **how,
         )
         for scope in measured
         for f in [get_format(f).name for f in format.split(",")]
-        for length in (
-            [best_capacity(spec, f)] if capacity == "auto" else integers("capacity", capacity)
-        )
+        for w in windows
+        for r in (rates if w > 1 else [1.0])
+        for length in lengths or [best_capacity(spec, f, window=w, commit_rate=r)]
         for b in integers("batch", batch)
     ]  # fmt: skip
     layer = shape.replace("/", "-") if shape else Path(model or _DEFAULT_MODEL).name
@@ -129,6 +183,55 @@ def bench(
         for table in _tables(report):
             Console().print(table)
     return 0
+
+
+def _plan(json: bool) -> int:
+    report = bench_plans()
+    if json:
+        print(json_text.dumps(report.as_dict(), allow_nan=False))
+        return 0
+    table = Table(title=f"One plan, {report.device or 'no GPU'}, policy {report.policy}")
+    for column in ("path", "sequences", "us"):
+        table.add_column(column)
+    for row in report.rows:
+        table.add_row(row.path, str(row.sequences), f"{row.us:.1f}")
+    Console().print(table)
+    return 0
+
+
+def _policies(
+    spec: LayerSpec,
+    batch: int,
+    format: str,
+    capacity: int,
+    out: Path | None,
+    name: str | None,
+    json: bool,
+) -> int:
+    report = bench_policies(
+        spec, batch=batch, capacity=capacity, format=format, command=command_line("bench")
+    )
+    text = json_text.dumps(report.as_dict(), allow_nan=False)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / f"{name or 'policies'}.json").write_text(text + "\n")
+        (out / f"{name or 'policies'}.md").write_text(report.markdown())
+    print(text if json else report.markdown(), end="\n" if json else "")
+    return 0
+
+
+def _rates(text: str) -> list[float]:
+    """``"0.5,0.9"`` as [0.5, 0.9]."""
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 <= value <= 1 for value in values):
+        raise InputError(
+            f"commit_rate: got {text!r}; allowed numbers from 0 to 1, comma-separated; e.g. "
+            "0.5,0.7,0.9"
+        )
+    return values
 
 
 def _layer(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
 from replayinfer.bench.peers import Bound, Peer, Variant
+from replayinfer.bench.peers.base import last_state
 from replayinfer.testing import causal_conv, recurrence, split_channels
 
 SCOPES = ("ssm", "mixer")
@@ -17,7 +19,7 @@ def bind(work, scope="ssm", *, spoil=None):
 
     def step(layer):
         tokens, weights = work.tokens[layer], work.weights[layer]
-        inputs = dict(tokens.inputs)
+        inputs = dict(work.inputs(layer))
         if scope == "mixer":
             window = work.windows[layer].transpose(1, 2)
             rows = causal_conv(
@@ -30,7 +32,8 @@ def bind(work, scope="ssm", *, spoil=None):
         if spoil == "gates":
             gate = "dt" if "dt" in inputs else "a"
             inputs[gate] = inputs[gate] + 1
-        tokens_axis = {name: value[:, None] for name, value in inputs.items()}
+        many = work.window > 1
+        tokens_axis = inputs if many else {name: x[:, None] for name, x in inputs.items()}
         y, state = recurrence(work.spec, work.states[layer], tokens_axis, weights)
         if spoil == "layout":
             state = state.flatten(2).roll(1, -1).view_as(state)
@@ -38,11 +41,13 @@ def bind(work, scope="ssm", *, spoil=None):
             y[0, 0, 0] = float("nan")
         if spoil == "one head":
             y[:, :, 1] = y[:, :, 1] * 1.1
+        if spoil == "last token":
+            y[:, -1] = y[:, 0]
         if spoil != "still":
-            work.states[layer].copy_(state)
-        return y[:, 0].to(work.dtype)
+            last_state(work, layer).copy_(state)
+        return (y if many else y[:, 0]).to(work.dtype)
 
-    return Bound(step, lambda layer: work.states[layer])
+    return Bound(step, functools.partial(last_state, work))
 
 
 def peer(name, *binders, refuses=lambda *_: None):

@@ -31,12 +31,16 @@ def test_every_option_is_explained(capsys):
     from replayinfer.cli.app import run
 
     run(["bench", "--help"])
-    options = set(re.findall(r"--[a-z]+", capsys.readouterr().out)) - {"--help"}
+    options = set(re.findall(r"--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help"}
     assert len(options) >= 10
     assert not [option for option in options if f"`{option}`" not in GUIDE]
 
 
 def test_every_peer_is_in_the_table():
-    known = {p.distribution for some in peers._PEERS.values() for p in some}
+    known = {
+        p.distribution
+        for some in (*peers._PEERS.values(), *peers._VERIFIERS.values())
+        for p in some
+    }
     names = {"fla-core": "flash-linear-attention"}  # the package that brings it
     assert not [n for n in known if f"| `{names.get(n, n)}` |" not in GUIDE]

@@ -9,7 +9,7 @@ import torch
 
 from replayinfer import GDNSpec, KDASpec, Mamba2Spec
 from replayinfer.bench import peers
-from replayinfer.bench.peers import standard_kernels
+from replayinfer.bench.peers import describe, standard_kernels
 from replayinfer.bench.peers.retile import Retile, retiled
 
 from .fakes import bind, missing, peer
@@ -56,8 +56,8 @@ def test_whoever_is_not_there_is_said_to_be_missing(nobody, spec, scope, names):
 
 def test_every_peer_of_a_family_is_one_the_report_can_name():
     for spec in (MAMBA2, GDN, KDA):
-        for scope in ("ssm", "mixer"):
-            names = [p.name for p in peers.peers_of(spec.family, scope)]
+        for scope, window in (("ssm", 1), ("mixer", 1), ("ssm", 4)):
+            names = [p.name for p in peers.peers_of(spec.family, scope, window)]
             assert len(names) == len(set(names)) >= 1
     assert peers.peers_of("linear", "ssm") == ()
 
@@ -167,3 +167,9 @@ def test_a_kernel_comes_back_after_an_error():
 def test_labels():
     assert str(Retile("kernel", "BV", 16, 1)) == "tile 16, 1 warp"
     assert str(Retile("kernel", "BV", 16, 4)) == "tile 16, 4 warps"
+
+
+def test_an_error_is_told_in_one_line_without_the_folders_of_a_machine():
+    error = RuntimeError("in 'x' at /opt/some-site/lib.d/kernel.cuh:13: dim / state\nsecond line")
+    assert describe(error) == "RuntimeError: in 'x' at kernel.cuh:13: dim / state"
+    assert describe(KeyError()) == "KeyError"

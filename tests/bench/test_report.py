@@ -17,7 +17,8 @@ def row(**changes):
         "batch": 256, "window": 1, "format": "fp32_split", "state_dtype": "fp32", "capacity": 16,
         "policy": "full", "commit_rate": 1.0, "backend": "triton", "direct": False, "layers": 8,
         "ours_us": 180.0, "baseline": "sglang (tile 16, 1 warp)", "baseline_us": 563.0,
-        "ratio": 3.128, "bytes": 700_000_000, "peers": {"sglang (tile 16, 1 warp)": 563.0},
+        "ratio": 3.128, "rounds_per_s": 1, "tokens_per_s": 1, "bytes": 700_000_000,
+        "peers": {"sglang (tile 16, 1 warp)": 563.0},
     } | changes  # fmt: skip
 
 
@@ -55,6 +56,16 @@ def test_one_scope_has_one_table(report):
     text = markdown_table(report)
     assert text.count("| layer | batch |") == 1
     assert "Not timed" not in text
+
+
+def test_windows_are_named_and_explained(report):
+    report.rows.append(row(window=4, commit_rate=0.7, capacity=32))
+    text = markdown_table(report)
+    assert "| fp32_split | 32, T=4, r=0.7 | 180.0 |" in text
+    assert "r: the probability that a draft is right" in text
+    report.rows.pop()
+    assert "T=4" not in markdown_table(report)
+    assert "r: the probability" not in markdown_table(report)
 
 
 def test_plot(report, tmp_path):

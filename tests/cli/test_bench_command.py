@@ -13,6 +13,7 @@ pytest.importorskip("rich")
 from replayinfer import Mamba2Spec
 from replayinfer.bench import BenchReport
 from replayinfer.cli.app import run
+from replayinfer.cost import best_capacity
 
 SMALL = {
     "model_type": "falcon_h1",
@@ -39,6 +40,7 @@ def row(case):
         "family": case.spec.family, "heads": case.spec.heads, shared: count, "dim": case.spec.dim,
         "state": case.spec.state, "scope": case.scope, "batch": case.batch, "format": case.format,
         "state_dtype": case.standard_format, "capacity": case.capacity, "direct": False,
+        "window": case.window, "commit_rate": case.commit_rate,
         "ours_us": 10.0, "baseline": "sglang (tile 16, 1 warp)", "baseline_us": 30.0, "ratio": 3.0,
         "bytes": 1000, "peers": {},
     }  # fmt: skip
@@ -134,6 +136,21 @@ def test_files(bench, tmp_path):
     assert "| 4 | fp32 |" in (tmp_path / "new" / "mine.md").read_text()
 
 
+def test_windows_at_every_rate(bench):
+    options = ["--batch", "8", "--format", "fp32_split"]
+    cases, _, out, err = bench(*options, "--window", "1,4,8", "--commit-rate", "0.5,0.9")
+    got = [(case.window, case.commit_rate) for case in cases]
+    assert got == [(1, 1.0), (4, 0.5), (4, 0.9), (8, 0.5), (8, 0.9)]
+    for case in cases:
+        assert case.capacity == best_capacity(
+            case.spec, "fp32_split", window=case.window, commit_rate=case.commit_rate
+        )
+    assert "L=32, T=4, r=0.5" in err
+    assert "32, T=4, r=0.5" in out
+    (case,), *_ = bench(*options, "--window", "4", "--capacity", "16")
+    assert (case.capacity, case.commit_rate) == (16, 0.7)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -148,7 +165,12 @@ def test_files(bench, tmp_path):
         (["--shape", "4x8x16/3", "--family", "gdn"], "key_heads: got 3"),
         (["--shape", "4x8x16/2", "--family", "gdn", "--model", "x"], "and model 'x'"),
         (["--direct", "sometimes"], "direct: got 'sometimes'; allowed auto, never, always"),
-        (["--window", "4"], "No such option"),
+        (["--window", "0"], "window: got '0'; allowed integers >= 1"),
+        (["--window", "4", "--commit-rate", "1.5"], "commit_rate: got '1.5'; allowed numbers"),
+        (["--window", "4", "--commit-rate", "0.5,x"], "commit_rate: got '0.5,x'"),
+        (["--window", "1,4", "--mixer"], "mixer: got windows of 4; allowed 1"),
+        (["--window", "4", "--direct", "always"], "direct: got 'always' for windows of 4"),
+        (["--window", "4", "--capacity", "2"], "capacity: got 2 for windows of 4"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(bench, arguments, message):
@@ -171,3 +193,22 @@ def test_without_a_gpu_nothing_is_timed(capsys, backend, tmp_path):
         "time means nothing; run bench on the machine that serves\n"
     )
     assert not out.exists()
+
+
+def test_policies_are_a_table_and_files(monkeypatch, tmp_path, capsys):
+    from replayinfer.bench import policies
+
+    seen = []
+
+    def measure(spec, **options):
+        seen.append((spec.heads, options["batch"], options["format"], options["capacity"]))
+        row = policies.PolicyRow("full", "steady", 8, 16, "bf16", 1, 9, 1.0, 2.0, 3.0, 2.0, 4, 5)
+        return policies.PolicyReport(options["command"], "GPU", "2", [row])
+
+    monkeypatch.setattr("replayinfer.cli.bench.bench_policies", measure)
+    flags = ["--policies", "--batch", "8,9", "--format", "bf16,fp32", "--capacity", "16"]
+    assert run(["bench", *flags, "--out", str(tmp_path), "--json"]) == 0
+    assert seen == [(128, 8, "bf16", 16)]
+    assert json.loads(capsys.readouterr().out)["rows"][0]["tail"] == 2.0
+    assert "| steady | full | 8 | 16 | bf16 |" in (tmp_path / "policies.md").read_text()
+    assert json.loads((tmp_path / "policies.json").read_text())["device"] == "GPU"

@@ -56,6 +56,17 @@ def test_another_model_by_name(capsys):
     assert line["pages_leaked"] == 0
 
 
+def test_speculate_says_what_was_drafted(capsys):
+    arguments = ["demo", "--model", "qwen3_next", "--prompts", "2", "--tokens", "12"]
+    assert run([*arguments, "--speculate", "3", "--json"]) == 0
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert set(line) >= KEYS | {"speculate", "rounds", "accepted_per_round"}
+    assert line["speculate"] == 3
+    assert line["tokens_equal"] == line["tokens"] == 2 * 12 + 9
+    assert 0 < line["drafts_accepted"] < line["drafts"]
+    assert 1 < line["accepted_per_round"] < 4
+
+
 def test_a_table_for_people(capsys):
     arguments = ["demo", "--model", "qwen3_next", "--prompts", "1", "--tokens", "3"]
     assert run([*arguments, "--format", "bf16", "--capacity", "2", "--policy", "spread"]) == 0
@@ -89,6 +100,8 @@ def test_files_as_arguments(capsys, tmp_path):
         (["demo", "--tokens", "0"], "tokens: got 0"),
         (["demo", "--prompts", "-3"], "prompts: got -3"),
         (["demo", "--capacity", "0"], "capacity: got 0"),
+        (["demo", "--speculate", "-1"], "speculate: got -1"),
+        (["demo", "--speculate", "16"], "capacity: got 16; allowed >= max_window=17"),
         (["demo", "--model", "gpt"], "model: got 'gpt'; allowed nemotron_h, qwen3_next"),
         (["demo", "--format", "fp8"], "format: got 'fp8'"),
         (["demo", "--backend", "nobody"], "backend: got 'nobody'"),

@@ -1,8 +1,12 @@
-"""Standard decode kernels of installed peers: they read and write every state in every token."""
+"""Standard decode kernels of installed peers: they read and write every state in every token.
+
+Their kernels for windows of drafts read it once, and write one per token to choose from.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from collections.abc import Iterator, MutableMapping
 from typing import Literal
 
@@ -25,11 +29,16 @@ _PEERS: dict[tuple[str, str], tuple[Peer, ...]] = {
     ("gdn", "mixer"): delta.MIXERS,
     ("kda", "mixer"): delta.MIXERS,
 }
+_VERIFIERS: dict[tuple[str, str], tuple[Peer, ...]] = {
+    ("mamba2", "ssm"): mamba2.VERIFIERS,
+    ("gdn", "ssm"): delta.GDN_VERIFIERS,
+    ("kda", "ssm"): delta.KDA_VERIFIERS,
+}
 
 
-def peers_of(family: str, scope: Scope) -> tuple[Peer, ...]:
+def peers_of(family: str, scope: Scope, window: int = 1) -> tuple[Peer, ...]:
     """The peers that have a kernel for a family, whether installed or not."""
-    return _PEERS.get((family, scope), ())
+    return (_PEERS if window == 1 else _VERIFIERS).get((family, scope), ())
 
 
 def standard_kernels(
@@ -39,13 +48,14 @@ def standard_kernels(
     state_dtype: torch.dtype,
     skipped: MutableMapping[str, str],
     versions: MutableMapping[str, str],
+    window: int = 1,
 ) -> Iterator[Variant]:
     """Every installed peer's kernel for `spec`, in each configuration worth trying.
 
     A peer that cannot be used goes into `skipped` with the reason; none is left out in silence. The
     versions of the others go into `versions`.
     """
-    for peer in peers_of(spec.family, scope):
+    for peer in peers_of(spec.family, scope, window):
         reason = peer.refuses(spec, dtype, state_dtype)
         if reason is None:
             try:
@@ -67,6 +77,7 @@ def _version(distribution: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """An exception in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """An exception in one line, without the folders of this machine."""
+    text = re.sub(r"(?<![\w.])/(?:[^\s/:]+/)+", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -10,7 +10,7 @@ import torch
 from ...spec import LayerSpec
 from ..work import Work
 
-__all__ = ["Bound", "Peer", "Variant"]
+__all__ = ["Bound", "Peer", "Variant", "last_state"]
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,21 @@ class Bound:
     Attributes
     ----------
     step : function of a layer
-        Enqueues one token of every sequence in the layer, from the states of the work, and returns
-        outputs ``[batch, heads, dim]``.
+        Enqueues the work's window of every sequence in the layer, from the states of the work, and
+        returns outputs ``[batch, heads, dim]``, or ``[batch, window, heads, dim]`` for more than
+        one token.
     state : function of a layer
-        The states after its last step, ``[batch, heads, dim, state]``: those of the work, moved in
+        The states after its last token, ``[batch, heads, dim, state]``: those of the work, moved in
         place, or a tensor of the kernel's own.
     """
 
     step: Callable[[int], torch.Tensor]
     state: Callable[[int], torch.Tensor]
+
+
+def last_state(work: Work, layer: int) -> torch.Tensor:
+    """Of a kernel that moves the work's states, or with a window writes one per token."""
+    return work.states[layer] if work.window == 1 else work.token_states(layer)[:, -1]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Standard decode kernels of the delta-rule families: SGLang, flash-linear-attention, FlashInfer.
 
-All keep a state as ``[heads, V, K]``, or are asked to.
+All keep a state as ``[heads, V, K]``, or are asked to. With a window, those of SGLang and
+FlashInfer leave the state as it is and write one per token.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import torch
 
 from ...spec import DeltaSpec, KDASpec, LayerSpec
 from ..work import Work
-from .base import Bound, Peer, Variant
+from .base import Bound, Peer, Variant, last_state
 from .retile import Retile, retiled
 from .sglang import convolution
 
-__all__ = ["GDN", "KDA", "MIXERS"]
+__all__ = ["GDN", "GDN_VERIFIERS", "KDA", "KDA_VERIFIERS", "MIXERS"]
 
 # (rows of a tile, warps) that a Triton kernel is tried with, beside its own choice.
 _TILES = ((8, 1), (16, 1), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4))
@@ -96,6 +97,37 @@ def _bind_sglang(
         return out[layer][:, 0]
 
     return Bound(step, lambda layer: work.states[layer])
+
+
+def _sglang_verify(spec: LayerSpec) -> Iterator[Variant]:
+    path = "sglang.kernels.ops.attention.linear.fused_sigmoid_gating_recurrent"
+    module = importlib.import_module(path)
+    for choice in _retiled("fused_sigmoid_gating_delta_rule_update_kernel"):
+        label = f"sglang ({choice})" if choice else "sglang"
+        yield Variant(label, functools.partial(_bind_sglang_verify, module, choice))
+
+
+def _bind_sglang_verify(module: Any, choice: Retile | None, work: Work) -> Bound:
+    spec = _delta(work)
+    kda = isinstance(spec, KDASpec)
+    extra = {"is_kda": kda, "lower_bound": _lower_bound(spec)} if kda else {}
+
+    def step(layer: int) -> torch.Tensor:
+        token, weights = work.inputs(layer), work.weights[layer]
+        with retiled(module, choice):
+            y: torch.Tensor = module.fused_sigmoid_gating_delta_rule_update(
+                A_log=weights["A_log"], a=token["a"], dt_bias=weights["dt_bias"].flatten(),
+                softplus_beta=1.0, softplus_threshold=20.0, q=token["q"], k=token["k"],
+                v=token["v"], b=token["b"], initial_state_source=work.states[layer],
+                initial_state_indices=work.slots, scale=spec.query_scale,
+                use_qk_l2norm_in_kernel=spec.norm == "l2", disable_state_update=True,
+                intermediate_states_buffer=work.token_states(layer),
+                intermediate_state_indices=work.slots, cache_steps=work.window, **extra,
+            )  # fmt: skip
+        # It makes its own output, with an axis for parts of K, of which there is one.
+        return y.view(work.batch, work.window, spec.heads, spec.dim)
+
+    return Bound(step, functools.partial(last_state, work))
 
 
 @contextlib.contextmanager
@@ -200,8 +232,48 @@ def _bind_flashinfer(module: Any, work: Work) -> Bound:
     return Bound(step, lambda layer: work.states[layer])
 
 
+def _flashinfer_verify(spec: LayerSpec) -> Iterator[Variant]:
+    module = importlib.import_module("flashinfer.gdn_decode")
+    yield Variant("flashinfer", functools.partial(_bind_flashinfer_verify, module))
+
+
+def _bind_flashinfer_verify(module: Any, work: Work) -> Bound:
+    spec, out = _delta(work), work.outputs()
+    wide = work.state_dtype is torch.float32  # its kernels for the two have different names
+
+    def step(layer: int) -> torch.Tensor:
+        token, weights = work.inputs(layer), work.weights[layer]
+        options = {
+            "q": token["q"], "k": token["k"], "v": token["v"], "A_log": weights["A_log"],
+            "a": token["a"], "dt_bias": weights["dt_bias"], "b": token["b"],
+            "scale": spec.query_scale, "output": out[layer], "use_qk_l2norm": spec.norm == "l2",
+            "initial_state": work.states[layer], "initial_state_indices": work.slots,
+            "intermediate_states_buffer": work.token_states(layer), "disable_state_update": True,
+        }  # fmt: skip
+        if wide:
+            module.gated_delta_rule_mtp(**options)
+        else:
+            module.gated_delta_rule_decode_pretranspose(**options, state=None)
+        return out[layer]
+
+    return Bound(step, functools.partial(last_state, work))
+
+
+def _no_states(spec: LayerSpec, dtype: torch.dtype, state_dtype: torch.dtype) -> str | None:
+    return "windows; its kernel writes the last token's state alone, so no draft can be dropped"
+
+
 _SGLANG = Peer("sglang", "sglang", _sglang_refuses, _sglang)
 _FLA = Peer("fla", "fla-core", _fla_refuses, _fla)
 GDN = (_SGLANG, _FLA, Peer("flashinfer", "flashinfer-python", _flashinfer_refuses, _flashinfer))
 KDA = (_SGLANG, _FLA)
+_VERIFY = (
+    Peer("sglang", "sglang", _sglang_refuses, _sglang_verify),
+    Peer("fla", "fla-core", _no_states, _fla),
+)
+GDN_VERIFIERS = (
+    *_VERIFY,
+    Peer("flashinfer", "flashinfer-python", _flashinfer_refuses, _flashinfer_verify),
+)
+KDA_VERIFIERS = _VERIFY
 MIXERS = (Peer("sglang", "sglang", _sglang_refuses, functools.partial(_sglang, mixer=True)),)

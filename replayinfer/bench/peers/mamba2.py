@@ -1,4 +1,7 @@
-"""Standard Mamba-2 decode kernels: the state updates of SGLang, mamba-ssm and FlashInfer."""
+"""Standard Mamba-2 decode kernels: the state updates of SGLang, mamba-ssm and FlashInfer.
+
+With a window, those of SGLang and FlashInfer leave the state as it is and write one per token.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ import torch
 from ...spec import LayerSpec, Mamba2Spec
 from ...testing import split_channels
 from ..work import Work
-from .base import Bound, Peer, Variant
+from .base import Bound, Peer, Variant, last_state
 from .retile import Retile, retiled
 from .sglang import convolution
 
-__all__ = ["MIXERS", "STEPS"]
+__all__ = ["MIXERS", "STEPS", "VERIFIERS"]
 
 # (rows of a tile, warps) that a Triton kernel is tried with, beside its own choice.
 _TILES = ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4))
@@ -29,6 +32,10 @@ _Update = Callable[[int, _Arguments], torch.Tensor]
 
 def _serves_all(spec: LayerSpec, dtype: torch.dtype, state_dtype: torch.dtype) -> str | None:
     return None
+
+
+def _one_token(spec: LayerSpec, dtype: torch.dtype, state_dtype: torch.dtype) -> str | None:
+    return "windows; its kernel takes one token"
 
 
 def _serves_16_bit(spec: LayerSpec, dtype: torch.dtype, state_dtype: torch.dtype) -> str | None:
@@ -50,8 +57,9 @@ def _bind_sglang(module: Any, choice: Retile | None, mixer: bool, work: Work) ->
     def update(layer: int, arguments: _Arguments) -> torch.Tensor:
         with retiled(module, choice):
             module.selective_state_update(
-                work.states[layer], **arguments, state_batch_indices=work.slots, out=out[layer]
-            )
+                work.states[layer], **arguments, state_batch_indices=work.slots, out=out[layer],
+                **_per_token(work, layer),
+            )  # fmt: skip
         return out[layer]
 
     return _bound(work, work.dtype, update, convolution(work) if mixer else None)
@@ -88,7 +96,7 @@ def _bind_flashinfer(module: Any, algorithm: str, work: Work) -> Bound:
     def update(layer: int, arguments: _Arguments) -> torch.Tensor:
         module.selective_state_update(
             work.states[layer], **arguments, state_batch_indices=work.slots, out=out[layer],
-            algorithm=algorithm,
+            algorithm=algorithm, **_per_token(work, layer),
         )  # fmt: skip
         return out[layer]
 
@@ -110,7 +118,19 @@ def _bound(
             return update(layer, ready[layer])
         return update(layer, ready[layer] | split_channels(work.spec, convolve(layer)))
 
-    return Bound(step, lambda layer: work.states[layer])
+    return Bound(step, functools.partial(last_state, work))
+
+
+def _per_token(work: Work, layer: int) -> _Arguments:
+    """What makes an update one of a window, of which any token may turn out to be the last."""
+    if work.window == 1:
+        return {}
+    return {
+        "disable_state_update": True,
+        "intermediate_states_buffer": work.token_states(layer),
+        "intermediate_state_indices": work.slots,
+        "cache_steps": work.window,
+    }
 
 
 def _arguments(work: Work, layer: int, parameters: torch.dtype) -> _Arguments:
@@ -118,11 +138,11 @@ def _arguments(work: Work, layer: int, parameters: torch.dtype) -> _Arguments:
     spec, weights = work.spec, work.weights[layer]
     assert isinstance(spec, Mamba2Spec)
     heads, dim, state = spec.state_shape
-    inputs = work.tokens[layer].inputs
+    inputs = work.inputs(layer)
     bias = weights.get("dt_bias", torch.zeros(heads, device=work.device))
     return {
         "x": inputs["x"],
-        "dt": inputs["dt"][:, :, None].expand(-1, heads, dim),
+        "dt": inputs["dt"][..., None].expand(*inputs["dt"].shape, dim),
         "A": weights["A"][:, None, None].expand(heads, dim, state),
         "B": inputs["B"],
         "C": inputs["C"],
@@ -136,6 +156,11 @@ def _arguments(work: Work, layer: int, parameters: torch.dtype) -> _Arguments:
 STEPS = (
     Peer("sglang", "sglang", _serves_all, _sglang),
     Peer("mamba_ssm", "mamba-ssm", _serves_all, _mamba_ssm),
+    Peer("flashinfer", "flashinfer-python", _serves_16_bit, _flashinfer),
+)
+VERIFIERS = (
+    Peer("sglang", "sglang", _serves_all, _sglang),
+    Peer("mamba_ssm", "mamba-ssm", _one_token, _mamba_ssm),
     Peer("flashinfer", "flashinfer-python", _serves_16_bit, _flashinfer),
 )
 MIXERS = (Peer("sglang", "sglang", _serves_all, functools.partial(_sglang, mixer=True)),)
