@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["decay", "log_decay", "sigmoid", "silu", "softplus", "write_strength"]
+__all__ = ["clamp", "decay", "log_decay", "sigmoid", "silu", "softplus", "write_strength"]
 
 
 @triton.jit
@@ -17,6 +17,13 @@ def softplus(x):
     u = 1.0 + t
     log1p = tl.where(u == 1.0, t, tl.log(u) * (t / (u - 1.0)))
     return tl.maximum(x, 0.0) + log1p
+
+
+@triton.jit
+def clamp(x, low, high):
+    """As torch clamps: a NaN stays one, which the hardware's comparisons would drop."""
+    x = tl.maximum(x, low, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(x, high, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.gates import silu, softplus
+from ..common.gates import clamp, silu, softplus
 from ..common.pdl import launch_dependents, wait_for_previous
 from ..common.split import load_state, round_to, store_state
 from ..launch.config import LaunchConfig
@@ -71,7 +71,7 @@ def _direct_kernel(
 
     if SOFTPLUS:
         dt = softplus(dt)
-    dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
+    dt = clamp(dt, dt_min, dt_max)
     x = x.to(tl.float32)
     state = tl.exp(rate * dt) * state + (dt * x)[:, None] * new_b.to(tl.float32)[None, :]
     y = tl.sum(state * c.to(tl.float32)[None, :], axis=1) + skip * x

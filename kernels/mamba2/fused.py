@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.gates import silu, softplus
+from ..common.gates import clamp, silu, softplus
 from ..common.pdl import launch_dependents, wait_for_previous
 from ..common.rows import row_offset
 from ..common.split import round_to
@@ -107,7 +107,7 @@ def _fused_kernel(
 
     if SOFTPLUS:
         dt = softplus(dt)
-    dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
+    dt = clamp(dt, dt_min, dt_max)
     # Sums over (j, t]: the rows' dt shifted by one, this token's in the last place, scanned from
     # the end. Never a difference of prefix sums.
     following = tl.where(j + 1 == history, dt, following)

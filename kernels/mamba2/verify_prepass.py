@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.gates import softplus
+from ..common.gates import clamp, softplus
 from ..common.lines import add_terms, lines_as_operand, matching_halves, tokens_as_operand
 from ..common.pdl import launch_dependents, wait_for_previous
 from ..common.rows import row_offset
@@ -129,8 +129,8 @@ def _decays(
     after += dt_bias[None, :]
     if SOFTPLUS:
         dt, after = softplus(dt), softplus(after)
-    dt = tl.minimum(tl.maximum(dt, dt_min), dt_max)
-    after = tl.minimum(tl.maximum(after, dt_min), dt_max)
+    dt = clamp(dt, dt_min, dt_max)
+    after = clamp(after, dt_min, dt_max)
     tl.store(row_dt_ptr + at_new[:, None] + h[None, :], dt, mask=new[:, None] & in_h[None, :])
     # Sums over (j, t]: shifted by one, then scanned from the end. Never a difference.
     weight = own * tl.exp(rate[None, :] * tl.cumsum(following, axis=0))

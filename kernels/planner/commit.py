@@ -19,7 +19,7 @@ from .record import BASE, CHECKPOINT, HISTORY, TABLE, UNDO
 
 __all__ = ["abort_step", "commit_step", "fold_step"]
 
-_ROWS = 128  # of a program
+_ROWS = 128  # of a program; a row a thread, so that no row is read by one and written by another
 _FOLD, _COMMIT, _ABORT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 

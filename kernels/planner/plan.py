@@ -21,6 +21,7 @@ from .record import BASE, CHECKPOINT, HISTORY, OWN_CHECKPOINT, TABLE, find
 __all__ = ["plan_step"]
 
 _MOST_ROWS = 1024  # of a tile; longer batches are walked
+_MOST_VALUES = 4096  # of a tile of tables, so that none spills
 
 
 @triton.jit
@@ -196,7 +197,9 @@ def plan_step(
     """
     bucket, pages = table.shape
     nodes = ancestors.shape[1]
-    rows = min(max(triton.next_power_of_2(bucket), 32), _MOST_ROWS)
+    widest = triton.next_power_of_2(max(pages, nodes))
+    most_rows = min(_MOST_ROWS, max(_MOST_VALUES // widest, 32))
+    rows = min(max(triton.next_power_of_2(bucket), 32), most_rows)
     _plan_step_kernel[(1,)](
         slot, page, history, window, place, table,
         fold_count, fold_source, fold_target, fold_rows, fold_table, ancestors, handle,
@@ -207,5 +210,5 @@ def plan_step(
         WORDS=records.shape[1], PAGES=pages, BLOCK_P=triton.next_power_of_2(pages),
         NODES=nodes, BLOCK_T=triton.next_power_of_2(max(nodes, 1)), ROWS=rows,
         BINS=max(triton.next_power_of_2(capacity + 1), 32),
-        num_warps=rows // 32,  # a row a thread: nothing changes layout between loads and stores
+        num_warps=rows // 32,
     )  # fmt: skip

@@ -6,6 +6,7 @@ step before it has run, or captured as a whole in a CUDA graph.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -351,15 +352,16 @@ class DevicePlanner(HostPlanner):
     def warmup(self, plan: Plan) -> None:
         """Launch every kernel of a step on a plan of pads: none moves a cursor.
 
-        Sequences as handles or slots of int64, windows of one length or int32, counts of either
-        type. Kernels for other types are compiled when they are first given.
+        Sequences as handles or slots of int64, windows of one length or int32, with and without
+        forced folds, counts of either type. Kernels for other types are compiled when they are
+        first given.
         """
         assert isinstance(plan, DevicePlan)
         pool, step = self.pool, plan.step
         pads = torch.full((plan.bucket,), -1, dtype=torch.int64, device=pool.device)
         zeros = torch.zeros(plan.bucket, dtype=torch.int32, device=pool.device)
-        for windows in (None, zeros):
-            request = StepRequest(pads, windows, None, 1, plan.window, self._spread)
+        for windows, force in itertools.product((None, zeros), (None, zeros.bool())):
+            request = StepRequest(pads, windows, force, 1, plan.window, self._spread)
             self.kernels.plan_step(pool, step, request)
         self.kernels.fold_step(pool, step)
         for counts in (None, zeros, zeros.long()):
