@@ -26,11 +26,23 @@ if TYPE_CHECKING:
     from .formats import FORMATS, CheckpointFormat
     from .metrics import StepCounters
     from .ops import materialize
-    from .planner import HostPlanner, Plan
-    from .pools import CapacityReport, SequenceId, SequenceSnapshot, StatePool
+    from .planner import DevicePlanner, HostPlanner, Plan
+    from .pools import CapacityReport, PageAllocator, SequenceId, SequenceSnapshot, StatePool
     from .prefill import ReplayPrefillWrapper
     from .spec import GDNSpec, KDASpec, LayerSpec, Mamba2Spec
     from .spec.hf import ModelLayers, read_config
+    from .speculation import (
+        Draft,
+        Drafter,
+        NGramDrafter,
+        ReplayTarget,
+        SpeculationCounters,
+        SpeculativeSession,
+        Target,
+        accepted_path,
+        accepted_prefix,
+        sampled_path,
+    )
     from .wrapper import ReplayDecodeWrapper
 
 _MODULES = {
@@ -48,10 +60,22 @@ _MODULES = {
     "metrics": ("StepCounters",),
     "ops": ("materialize",),
     "prefill": ("ReplayPrefillWrapper",),
-    "planner": ("HostPlanner", "Plan"),
-    "pools": ("CapacityReport", "SequenceId", "SequenceSnapshot", "StatePool"),
+    "planner": ("DevicePlanner", "HostPlanner", "Plan"),
+    "pools": ("CapacityReport", "PageAllocator", "SequenceId", "SequenceSnapshot", "StatePool"),
     "spec": ("GDNSpec", "KDASpec", "LayerSpec", "Mamba2Spec"),
     "spec.hf": ("ModelLayers", "read_config"),
+    "speculation": (
+        "Draft",
+        "Drafter",
+        "NGramDrafter",
+        "ReplayTarget",
+        "SpeculationCounters",
+        "SpeculativeSession",
+        "Target",
+        "accepted_path",
+        "accepted_prefix",
+        "sampled_path",
+    ),
     "wrapper": ("ReplayDecodeWrapper",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -63,6 +87,9 @@ __all__ = [
     "CapacityReport",
     "CheckError",
     "CheckpointFormat",
+    "DevicePlanner",
+    "Draft",
+    "Drafter",
     "GDNSpec",
     "HostPlanner",
     "InputError",
@@ -70,23 +97,32 @@ __all__ = [
     "LayerSpec",
     "Mamba2Spec",
     "ModelLayers",
+    "NGramDrafter",
     "NonFiniteStateError",
+    "PageAllocator",
     "Plan",
     "PlanError",
     "ReplayDecodeWrapper",
     "ReplayError",
     "ReplayPrefillWrapper",
+    "ReplayTarget",
     "SequenceId",
     "SequenceSnapshot",
+    "SpeculationCounters",
+    "SpeculativeSession",
     "StaleHandleError",
     "StatePool",
     "StepCounters",
+    "Target",
     "UnsupportedError",
     "__version__",
+    "accepted_path",
+    "accepted_prefix",
     "backends",
     "materialize",
     "ops",
     "read_config",
+    "sampled_path",
 ]
 
 

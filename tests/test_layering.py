@@ -83,6 +83,8 @@ THIRD_PARTY_OF = {
     "offload": THIRD_PARTY | {"safetensors": "function"},
     "testing": THIRD_PARTY | {"hypothesis": "function", "pytest": "function"},
     "evaluate": THIRD_PARTY | {"transformers": "function"},
+    "cost": THIRD_PARTY | {"matplotlib": "function"},
+    "simulate": THIRD_PARTY | {"matplotlib": "function"},
 }
 THIRD_PARTY_OF["cli"] = THIRD_PARTY | {"typer": "top", "rich": "top", "transformers": "function"}
 THIRD_PARTY_OF["demo"] = THIRD_PARTY_OF["cli"]

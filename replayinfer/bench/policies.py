@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..backends import select
 from ..errors import InputError, UnsupportedError
-from ..planner import HostPlanner, Plan, Policy
+from ..planner import HostPlanner, Plan
 from ..pools import StatePool
 from ..spec import LayerSpec
 from ..testing import initial_states
@@ -151,7 +151,7 @@ class GraphClock:
 def bench_policies(
     spec: LayerSpec,
     *,
-    policies: Iterable[tuple[str, str | Policy]] = (("full", "full"), ("spread", "spread")),
+    policies: Iterable[str] | None = None,
     arrivals: Iterable[str] = ARRIVALS,
     batch: int = 256,
     capacity: int = 32,
@@ -165,7 +165,9 @@ def bench_policies(
 
     Parameters
     ----------
-    policies : pairs of a name and what `HostPlanner` takes as a policy
+    policies : names, optional
+        As `HostPlanner` takes them. If omitted ``full``, ``spread``, and a ``deadline`` of one and
+        a half times the folds that `spread` makes in a step.
     clock : function of a pool, optional
         What runs and times the steps; a CUDA graph if omitted.
 
@@ -182,10 +184,13 @@ def bench_policies(
                 "means nothing; run bench on the machine that serves, or `replayinfer simulate`"
             )
         device, clock = torch.device("cuda"), GraphClock
+    if policies is None:
+        policies = ("full", "spread", f"deadline:{-(-3 * batch // (2 * capacity))}")
+    policies = tuple(policies)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     report = PolicyReport(command, name, torch.__version__)
     for kind in arrivals:
-        for label, policy in policies:
+        for policy in policies:
             pool = StatePool(
                 spec, range(layers), batch, capacity=capacity, format=format,
                 dtype=torch.bfloat16, device=device,
@@ -195,7 +200,7 @@ def bench_policies(
             p50, p99 = (float(np.percentile(times, q)) for q in (50, 99))
             report.rows.append(
                 PolicyRow(
-                    label, kind, batch, capacity, format, layers, steps,
+                    policy, kind, batch, capacity, format, layers, steps,
                     round(p50, 2), round(p99, 2), round(float(times.max()), 2),
                     round(p99 / p50, 3), int(np.percentile(folds, 99)), int(folds.sum()),
                 )
@@ -205,7 +210,7 @@ def bench_policies(
 
 
 def _steps(
-    pool: StatePool, clock: StepClock, policy: str | Policy, kind: str, steps: int
+    pool: StatePool, clock: StepClock, policy: str, kind: str, steps: int
 ) -> tuple[NDArray[np.int64], list[float]]:
     """Folds and microseconds of `steps` steps."""
     if kind not in ARRIVALS:

@@ -12,9 +12,11 @@ from replayinfer import ReplayError, __version__
 __all__ = ["COMMANDS", "main", "run"]
 
 COMMANDS: dict[str, str] = {
+    "advise": "Say what replay changes in a model's decode step, and where it does not pay.",
     "bench": "Time decode steps on this machine's GPU, against installed peers.",
     "demo": "Decode small hybrid models by replay and check every token.",
     "describe": "Say which layers of a model recur or attend, and what a sequence costs.",
+    "simulate": "Replay arrivals through the real planner and pools, on a CPU without a model.",
     "tune": "Measure launch choices on this machine's GPU, and write them as a launch table.",
 }
 """Commands and their one-line help; command ``x`` is the function ``x`` of module ``x``."""

@@ -43,6 +43,8 @@ def test_a_synchronized_start_folds_all_at_once_unless_spread():
     # Eight of the 64 in each step, and in the last of the first cycle what could not fold earlier.
     assert spread.folds_p99 <= 16
     assert spread.tail <= 1.08
+    between = found["deadline:12", "synchronized"]
+    assert spread.folds_p99 <= between.folds_p99 < full.folds_p99
     assert {kind for _, kind in found} == set(ARRIVALS)
 
 

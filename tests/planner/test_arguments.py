@@ -95,10 +95,10 @@ def test_buckets(world, buckets):
         HostPlanner(world.pool, buckets=buckets)
 
 
-@pytest.mark.parametrize("policy", ["Full", "", None, 3, ["full"], {}], ids=repr)
+@pytest.mark.parametrize("policy", ["Full", "", None, 3, ["full"], {}, "deadline"], ids=repr)
 def test_policies(world, policy):
     with pytest.raises(
-        UnsupportedError, match=r"^policy: got .+; allowed full, spread or a callab"
+        UnsupportedError, match=r"^policy: got .+; allowed full, spread, deadline:FOLDS or a callab"
     ):
         HostPlanner(world.pool, policy=policy)
 

@@ -70,7 +70,7 @@ def prepared(n, policy):
     return planner, seqs, windows, force
 
 
-@pytest.mark.parametrize("policy", ["full", "spread"])
+@pytest.mark.parametrize("policy", ["full", "spread", "deadline:1"])
 def test_the_batch_size_does_not_matter(policy):
     counts = {}
     for n in (16, 512):

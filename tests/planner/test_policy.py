@@ -1,10 +1,13 @@
-"""Policies: `full` folds exactly when full; `spread` levels the work and never misses a fold."""
+"""Policies: `full` folds exactly when full; `spread` and `deadline` level the work.
+
+Neither ever misses a fold.
+"""
 
 import numpy as np
 import pytest
 
-from replayinfer import HostPlanner, StatePool, UnsupportedError
-from replayinfer.planner import POLICIES, get_policy, must_fold
+from replayinfer import HostPlanner, InputError, StatePool, UnsupportedError
+from replayinfer.planner import POLICIES, Deadline, fold_budget, get_policy, must_fold
 
 from ..pools.kit import SPECS, World, random_int
 
@@ -36,10 +39,15 @@ def test_by_name_or_as_given():
     assert get_policy("full") is full
     assert get_policy("spread") is spread
     assert get_policy(spread) is spread
-    with pytest.raises(
-        UnsupportedError, match=r"^policy: got 'deadline'; allowed full, spread or a"
-    ):
-        get_policy("deadline")
+    assert get_policy("deadline:12") == Deadline(12)
+    for name in ("deadline", "deadline:", "deadline:0", "deadline:-1", "deadline:1.5"):
+        with pytest.raises(
+            UnsupportedError,
+            match=rf"^policy: got '{name}'; allowed full, spread, deadline:FOLDS or a",
+        ):
+            get_policy(name)
+    with pytest.raises(InputError, match=r"^folds: got 0; allowed"):
+        Deadline(0)
 
 
 def test_full_folds_exactly_when_full(rng):
@@ -64,6 +72,78 @@ def test_spread_levels_a_batch_that_started_together(n, capacity, window):
     assert max(folds) <= share
     # It costs something: sequences fold early in the first cycle, no more than once too often.
     assert sum(folds) <= 6 * n
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 16])
+@pytest.mark.parametrize("capacity", [16, 17, 32])
+@pytest.mark.parametrize("n", [1, 16, 17, 100, 257])
+def test_deadline_keeps_a_budget_that_can_be_kept(n, capacity, window):
+    """From the fair share up; and a larger one folds early no more often."""
+    cycle = capacity // window
+    share = -(-n // cycle)
+    early = []
+    for budget in (share, share + 1, 2 * share, n):
+        batch = Batch(Deadline(budget), np.zeros(n), capacity)
+        steps = [batch.step(window) for _ in range(6 * cycle)]
+        assert max(int(chosen.sum()) for chosen, _ in steps) <= budget
+        early.append(sum(int((chosen & ~must).sum()) for chosen, must in steps))
+    assert early == sorted(early, reverse=True)
+    assert early[-1] == 0
+
+
+@pytest.mark.parametrize("capacity", [16, 32])
+@pytest.mark.parametrize("n", [17, 100, 257])
+def test_deadline_with_too_small_a_budget_levels_to_the_fair_share(n, capacity):
+    """One fold a step cannot serve `n` sequences: a step takes the share that `spread` takes."""
+    batch = Batch(Deadline(1), np.zeros(n), capacity)
+    folds = [int(batch.step(1)[0].sum()) for _ in range(6 * capacity)]
+    assert max(folds) == -(-n // capacity)
+
+
+def test_deadline_exceeds_a_budget_by_no_more_than_it_has_to():
+    """Ten are due within two steps, which is five a step at least; three a step was asked for."""
+    history = np.array([7] * 10 + [1] * 14, dtype=np.int32)
+    batch = Batch(Deadline(3), history, 8)
+    folds = [int(batch.step(1)[0].sum()) for _ in range(2)]
+    assert folds == [5, 5]
+
+
+def test_deadline_puts_off_no_fold_for_its_budget():
+    batch = Batch(Deadline(2), [8] * 6 + [3, 4], 8)
+    chosen, must = batch.step(1)
+    assert must.sum() == 6
+    assert (chosen == must).all(), "a step over the budget folds nothing early"
+
+
+@pytest.mark.parametrize("budget", [1, 3, 10])
+def test_deadline_never_misses_a_fold(budget, rng):
+    """Any windows and accepted counts; `Batch.step` asserts it."""
+    for _ in range(20):
+        capacity = random_int(rng, 1, 24)
+        longest = random_int(rng, 1, capacity)
+        batch = Batch(Deadline(budget), np.zeros(random_int(rng, 1, 40)), capacity)
+        for _ in range(40):
+            n = batch.history.size
+            windows = np.array([random_int(rng, 0, longest) for _ in range(n)], dtype=np.int32)
+            batch.step(windows, [random_int(rng, 0, int(w)) for w in windows])
+
+
+def test_deadline_of_the_fair_share_is_spread_where_that_can_be_kept(rng):
+    one, other = (Batch(p, np.zeros(64), 16) for p in (spread, Deadline(4)))
+    for _ in range(64):
+        assert (one.step(1)[0] == other.step(1)[0]).all()
+
+
+@pytest.mark.parametrize("family", ["mamba2", "gdn"])
+def test_a_budget_in_bytes(family):
+    pool = StatePool(SPECS[family], [0, 3], 2, capacity=6, format="fp32_split")
+    row = sum(f.nbytes for f in pool.spec.row_fields(pool.dtype, pool.format))
+    heads, dim, state = pool.spec.state_shape
+    fold = 2 * (2 * 4 * heads * dim * state + 6 * row)
+    assert fold_budget(pool, fold) == fold_budget(pool, 2 * fold - 1) == 1
+    assert fold_budget(pool, 7 * fold) == 7
+    with pytest.raises(InputError, match=rf"^budget: got {fold - 1} B; .* = {fold} B; "):
+        fold_budget(pool, fold - 1)
 
 
 @pytest.mark.parametrize("window", [1, 3])
@@ -122,14 +202,16 @@ def test_spread_on_an_empty_batch():
     batch = Batch(spread, [], 8)
     assert batch.step(1)[0].size == 0
     assert Batch(full, [], 8).step(1)[0].size == 0
+    assert Batch(Deadline(2), [], 8).step(1)[0].size == 0
 
 
+@pytest.mark.parametrize("policy", ["spread", "deadline:2"])
 @pytest.mark.parametrize("window", [1, 3])
-def test_a_planner_with_spread(window, rng):
+def test_a_planner_that_levels(window, policy, rng):
     """Through plans, with everything accepted: levelled, counted as early, states as they were."""
     world = World(
         SPECS["mamba2"], rng, capacity=6, max_window=window, page_rows=2, layers=[0],
-        policy="spread", max_sequences=8, spare=1,
+        policy=policy, max_sequences=8, spare=1,
     )  # fmt: skip
     seqs = world.alloc(8)
     folds, early = [], 0
