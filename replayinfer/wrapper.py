@@ -28,7 +28,7 @@ class ReplayDecodeWrapper:
     pool : StatePool
     backend : str or Backend
         ``"auto"`` takes the first that supports the pool; `backend.name` says which.
-    policy : {"full", "spread"} or Policy
+    policy : {"full", "spread", "deadline:FOLDS"} or Policy
         When sequences fold early. ``"full"``: never, so that the bits of a sequence do not depend
         on its batch. ``"spread"``: just enough to level the folds of a step.
     buckets : sequence of int, optional

@@ -28,7 +28,7 @@ class HostPlanner:
     Parameters
     ----------
     pool : StatePool
-    policy : {"full", "spread"} or Policy
+    policy : {"full", "spread", "deadline:FOLDS"} or Policy
     buckets : sequence of int, optional
         Padded batch sizes to choose from; without it a bucket is as large as its batch.
     """
