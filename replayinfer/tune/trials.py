@@ -41,7 +41,7 @@ class GraphTrials:
     def _timed(self) -> World:
         case = self._case
         state = case.batch * math.prod(case.spec.state_shape) * 4
-        layers = max(4, min(40, -(-_COLD_BYTES // state)))
+        layers = max(4, min(64, -(-_COLD_BYTES // state)))
         return World(case, case.batch, layers, self._device, self._rule)
 
     def asked(self, part: Part, choices: Choices) -> set[str]:
