@@ -11,16 +11,21 @@ A sequence that was freed since the plan was made, or whose slot is another's no
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
 
 from .record import BASE, CHECKPOINT, HISTORY, TABLE, UNDO
 
-__all__ = ["abort_step", "commit_step", "fold_step"]
+__all__ = ["Action", "move_cursors"]
+
+Action = Literal["fold", "commit", "abort"]
 
 _ROWS = 128  # of a program; a row a thread, so that no row is read by one and written by another
 _FOLD, _COMMIT, _ABORT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+_ACTIONS: dict[Action, int] = {"fold": 0, "commit": 1, "abort": 2}
 
 
 @triton.jit(
@@ -70,38 +75,8 @@ def _move_kernel(
             tl.store(record + UNDO, tl.minimum(undo, max_window - window), mask=live)
 
 
-def fold_step(
-    slot: torch.Tensor,
-    page: torch.Tensor,
-    history: torch.Tensor,
-    window: torch.Tensor,
-    table: torch.Tensor,
-    handle: torch.Tensor,
-    records: torch.Tensor,
-) -> None:
-    """Launch *fold* over a plan's arrays ``[bucket, ...]``, on `records` ``[slots, words]``."""
-    _move(_FOLD, slot, slot, 0, slot, page, history, window, table, handle, records, 0)
-
-
-def commit_step(
-    counts: torch.Tensor,
-    accepted: torch.Tensor | None,
-    slot: torch.Tensor,
-    page: torch.Tensor,
-    history: torch.Tensor,
-    window: torch.Tensor,
-    table: torch.Tensor,
-    handle: torch.Tensor,
-    records: torch.Tensor,
-) -> None:
-    """Launch *commit* of `accepted` ``[entries]``, or of whole windows; `counts` says what was."""
-    entries = 0 if accepted is None else accepted.shape[0]
-    _move(
-        _COMMIT, counts, accepted, entries, slot, page, history, window, table, handle, records, 0
-    )
-
-
-def abort_step(
+def move_cursors(
+    action: Action,
     slot: torch.Tensor,
     page: torch.Tensor,
     history: torch.Tensor,
@@ -110,33 +85,22 @@ def abort_step(
     handle: torch.Tensor,
     records: torch.Tensor,
     *,
-    max_window: int,
+    counts: torch.Tensor | None = None,
+    accepted: torch.Tensor | None = None,
+    max_window: int = 0,
 ) -> None:
-    """Launch *abort* of a step whose fold is enqueued."""
-    _move(_ABORT, slot, slot, 0, slot, page, history, window, table, handle, records, max_window)
+    """Launch over a plan's arrays ``[bucket, ...]``, on `records` ``[slots, words]``.
 
-
-def _move(
-    action: tl.constexpr,
-    counts: torch.Tensor,
-    accepted: torch.Tensor | None,
-    entries: int,
-    slot: torch.Tensor,
-    page: torch.Tensor,
-    history: torch.Tensor,
-    window: torch.Tensor,
-    table: torch.Tensor,
-    handle: torch.Tensor,
-    records: torch.Tensor,
-    max_window: int,
-) -> None:
+    A commit is of `accepted` ``[entries]``, or of whole windows, and `counts` ``[bucket]`` says
+    what it was; an abort takes `max_window`.
+    """
     bucket, pages = table.shape
     _move_kernel[(triton.cdiv(bucket, _ROWS),)](
-        counts, counts if accepted is None else accepted,
+        slot if counts is None else counts, slot if accepted is None else accepted,
         slot, page, history, window, table, handle,
         records, records.view(torch.int64),
-        entries, bucket, max_window,
-        ACTION=action.value, GIVEN=accepted is not None,
+        0 if accepted is None else accepted.shape[0], bucket, max_window,
+        ACTION=_ACTIONS[action], GIVEN=accepted is not None,
         WORDS=records.shape[1], PAGES=pages, BLOCK_P=triton.next_power_of_2(pages), ROWS=_ROWS,
         num_warps=4,
     )  # fmt: skip

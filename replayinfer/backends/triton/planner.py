@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 import torch
 
 from ...planner.device import DeviceStep, StepRequest
@@ -27,33 +29,28 @@ def plan_step(pool: StatePool, step: DeviceStep, request: StepRequest) -> None:
 
 def fold_step(pool: StatePool, step: DeviceStep) -> None:
     """Move the cursors of the sequences that fold."""
-    from replayinfer.kernels.planner.commit import fold_step as launch
-
-    out = step.arrays
-    launch(
-        out.slot, out.page, out.history, out.window, out.table, step.handle, _records(pool)
-    )  # fmt: skip
+    _move("fold", pool, step)
 
 
 def commit_step(pool: StatePool, step: DeviceStep, accepted: torch.Tensor | None) -> None:
     """Advance histories by the accepted counts."""
-    from replayinfer.kernels.planner.commit import commit_step as launch
-
-    out = step.arrays
-    launch(
-        step.counts, accepted,
-        out.slot, out.page, out.history, out.window, out.table, step.handle, _records(pool),
-    )  # fmt: skip
+    _move("commit", pool, step, counts=step.counts, accepted=accepted)
 
 
 def abort_step(pool: StatePool, step: DeviceStep) -> None:
     """Drop the windows of a step that has folded."""
-    from replayinfer.kernels.planner.commit import abort_step as launch
+    _move("abort", pool, step, max_window=pool.max_window)
+
+
+def _move(
+    action: Literal["fold", "commit", "abort"], pool: StatePool, step: DeviceStep, **options: Any
+) -> None:
+    from replayinfer.kernels.planner.commit import move_cursors
 
     out = step.arrays
-    launch(
-        out.slot, out.page, out.history, out.window, out.table, step.handle, _records(pool),
-        max_window=pool.max_window,
+    move_cursors(
+        action, out.slot, out.page, out.history, out.window, out.table, step.handle,
+        _records(pool), **options,
     )  # fmt: skip
 
 
