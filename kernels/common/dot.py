@@ -7,7 +7,15 @@ import triton.language as tl
 
 from .split import round_to
 
-__all__ = ["add_products", "bf16_terms", "dot_exact", "dot_terms", "narrow", "upper_half"]
+__all__ = [
+    "add_products",
+    "add_terms",
+    "bf16_terms",
+    "dot_exact",
+    "dot_terms",
+    "narrow",
+    "upper_half",
+]
 
 
 @triton.jit
@@ -91,15 +99,28 @@ def dot_terms(a, b):
 
 @triton.jit
 def add_products(large, small, a, b):
-    """`dot_terms` for parts of a longer sum: products of first terms in one sum, others in another.
+    """Products of the first terms of `a` and `b` in one sum, and of the others in another.
 
-    So every small product meets a small sum, in whatever order the parts come.
+    For parts of a longer sum: every small product meets a small sum, in whatever order the parts
+    come. What is below 2^-23 is left out.
     """
-    small = tl.dot(a[2], b[0], small, input_precision="ieee")
-    if len(b) == 3:
-        small = tl.dot(a[0], b[2], small, input_precision="ieee")
-        small = tl.dot(a[1], b[1], small, input_precision="ieee")
-    small = tl.dot(a[1], b[0], small, input_precision="ieee")
-    if len(b) == 3:
-        small = tl.dot(a[0], b[1], small, input_precision="ieee")
+    A: tl.constexpr = len(a) - 1
+    B: tl.constexpr = len(b) - 1
+    for i in tl.static_range(A + 1):
+        for j in tl.static_range(B + 1):
+            if A - i + B - j > 0 and A - i + B - j <= 2:
+                small = tl.dot(a[A - i], b[B - j], small, input_precision="ieee")
     return tl.dot(a[0], b[0], large, input_precision="ieee"), small
+
+
+@triton.jit
+def add_terms(total, a, b):
+    """``total + a @ b`` in float32 from the terms of both; what is below 2^-23 is left out."""
+    A: tl.constexpr = len(a) - 1
+    B: tl.constexpr = len(b) - 1
+    # Smallest first, so that the accumulation keeps them.
+    for i in tl.static_range(A + 1):
+        for j in tl.static_range(B + 1):
+            if A - i + B - j <= 2:
+                total = tl.dot(a[A - i], b[B - j], total, input_precision="ieee")
+    return total

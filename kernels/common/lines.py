@@ -19,7 +19,6 @@ import triton.language as tl
 from .dot import bf16_terms
 
 __all__ = [
-    "add_terms",
     "lines_as_operand",
     "matching_halves",
     "rows_as_operand",
@@ -58,19 +57,6 @@ def tokens_as_operand(x, INTERPRET: tl.constexpr):
         term = parts[i].reshape(ROWS, 4, E // 2, 2).permute(0, 2, 1, 3)
         terms += (term.reshape(ROWS, 4 * E),)
     return terms
-
-
-@triton.jit
-def add_terms(total, a, b):
-    """``total + a @ b`` in float32 from the terms of both; what is below 2^-23 is left out."""
-    A: tl.constexpr = len(a) - 1
-    B: tl.constexpr = len(b) - 1
-    # Smallest first, so that the accumulation keeps them.
-    for i in tl.static_range(A + 1):
-        for j in tl.static_range(B + 1):
-            if A - i + B - j <= 2:
-                total = tl.dot(a[A - i], b[B - j], total, input_precision="ieee")
-    return total
 
 
 @triton.jit

@@ -21,11 +21,12 @@ import triton
 import triton.language as tl
 
 from ..common.decay import exact_decay
+from ..common.dot import add_products
 from ..common.gates import decay, log_decay, write_strength
 from ..common.pdl import launch_dependents, wait_for_previous
 from ..common.rows import row_offset
 from ..launch.config import LaunchConfig, interpreting
-from .operands import add_term_products, interleave, operand_terms
+from .operands import interleave, operand_terms
 
 __all__ = ["channel_verify_prepass"]
 
@@ -171,7 +172,7 @@ def _channel_verify_prepass_kernel(
         faded = decay(tl.cumsum(following, axis=0) + later[None, :]) * rows.to(tl.float32)
         later += tl.sum(following, axis=0)
         large = tl.zeros([BLOCK_J, 2 * BLOCK_T], tl.float32)
-        large, small = add_term_products(large, large, operand_terms(faded, INTERPRET), wanted)
+        large, small = add_products(large, large, operand_terms(faded, INTERPRET), wanted)
         tl.store(
             weight_ptr + j[:, None] * (2 * BLOCK_T) + c[None, :], norm[:, None] * (large + small),
             mask=live[:, None] & (c < 2 * WINDOW)[None, :], eviction_policy="evict_last",

@@ -28,12 +28,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.dot import add_products
 from ..common.pdl import launch_dependents, wait_for_previous
 from ..common.rows import row_offset
 from ..common.split import round_to
 from ..common.units import columns_to_units
 from ..launch.config import LaunchConfig, interpreting
-from .operands import add_term_products, operand_terms
+from .operands import operand_terms
 
 __all__ = ["block_of_tokens", "verify"]
 
@@ -184,9 +185,9 @@ def _verify_kernel(
                 parts += (_to_units(state[i], WARPS),)
             else:
                 parts += (state[i].reshape(BLOCK_D, BLOCK_N),)
-        large, small = add_term_products(large, small, parts, wanted)
+        large, small = add_products(large, small, parts, wanted)
     seen = (large + small) * read[None, :]
-    seen, small = add_term_products(
+    seen, small = add_products(
         seen, tl.zeros([BLOCK_D, 2 * BLOCK_T], tl.float32),
         operand_terms(tl.trans(rows), INTERPRET), operand_terms(weight, INTERPRET),
     )  # fmt: skip

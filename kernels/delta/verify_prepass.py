@@ -24,11 +24,12 @@ import triton
 import triton.language as tl
 
 from ..common.decay import exact_decay
+from ..common.dot import add_products
 from ..common.gates import decay, log_decay, write_strength
 from ..common.pdl import launch_dependents, wait_for_previous
 from ..common.rows import row_offset
 from ..launch.config import LaunchConfig, interpreting
-from .operands import add_term_products, operand_terms
+from .operands import operand_terms
 
 __all__ = ["verify_prepass"]
 
@@ -39,7 +40,7 @@ def _overlaps(keys, x, INTERPRET: tl.constexpr):
     out = tl.zeros([keys.shape[0], x.shape[0]], tl.float32)
     x = tl.trans(x)
     if keys.dtype == tl.float32:
-        out, small = add_term_products(
+        out, small = add_products(
             out, out, operand_terms(keys, INTERPRET), operand_terms(x, INTERPRET)
         )
         out += small

@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.dot import add_terms
 from ..common.gates import silu
 from ..common.lines import (
-    add_terms,
     lines_as_operand,
     matching_halves,
     rows_as_operand,

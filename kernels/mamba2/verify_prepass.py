@@ -23,8 +23,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.dot import add_terms
 from ..common.gates import clamp, softplus
-from ..common.lines import add_terms, lines_as_operand, matching_halves, tokens_as_operand
+from ..common.lines import lines_as_operand, matching_halves, tokens_as_operand
 from ..common.pdl import launch_dependents, wait_for_previous
 from ..common.rows import row_offset
 from ..launch.config import LaunchConfig, interpreting
