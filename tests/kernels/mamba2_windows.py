@@ -24,7 +24,7 @@ from replayinfer.testing import (
 
 from ..backends.world import poison_dead
 from ..trees.forest import matrix, path_to, random_tree
-from .pair import EPSILON, READ_EPSILON, STATE_EPSILON
+from .pair import EPSILON, READ_EPSILON, STATE_EPSILON, assert_same_rows, begin
 
 
 @dataclass(frozen=True)
@@ -81,18 +81,7 @@ class WindowPair:
                 format=case.format, dtype=case.dtype, page_rows=case.page_rows, device=device,
                 **options,
             )  # fmt: skip
-            for layer, values in zip(layers, weights, strict=True):
-                pool.bind(layer, **{name: v.to(device) for name, v in values.items()})
-            if before:
-                before(pool)
-            sequences = pool.alloc(case.batch)
-            taps = torch.zeros(spec.conv_channels, 3, device=device)
-            for i, sequence in enumerate(sequences):
-                pool.seed(
-                    sequence,
-                    {layer: s[i].to(device) for layer, s in zip(layers, start, strict=True)},
-                    tokens=3, conv=dict.fromkeys(layers, taps),
-                )  # fmt: skip
+            sequences = begin(pool, weights, start, before)
             poison_dead(pool)
             self.worlds.append((pool, sequences, ReplayDecodeWrapper(pool, backend=backend)))
 
@@ -162,13 +151,7 @@ class WindowPair:
         """Rows and rings bit for bit (``dt`` is computed), states within rounding."""
         (want, sequences, reference), (have, ours, wrapper) = self.worlds
         assert [want.history(s) for s in sequences] == [have.history(s) for s in ours]
-        for name, field in want.inputs.fields.items():
-            mine = have.inputs.fields[name]
-            assert torch.equal(field.isnan(), mine.isnan()), f"rows of {name}"
-            if name == "dt":
-                assert relative_error(mine.nan_to_num(), field.nan_to_num()) <= 1e-6, "rows of dt"
-            else:
-                assert torch.equal(field.nan_to_num(), mine.nan_to_num()), f"rows of {name}"
+        assert_same_rows(want, have)
         assert torch.equal(want.conv.rows.nan_to_num(), have.conv.rows.nan_to_num()), "rings"
         for a, b in zip(sequences, ours, strict=True):
             error = relative_error(wrapper.materialize(b), reference.materialize(a))

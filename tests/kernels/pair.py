@@ -51,6 +51,31 @@ class Case:
         return f"{shape}-{self.format}-{str(self.dtype).removeprefix('torch.')}-{kind}"
 
 
+def begin(pool: StatePool, weights, start, before=None) -> list[int]:
+    """Bind the layers' weights, and seed sequences with `start` ``[batch, ...]`` of each layer."""
+    for layer, values in zip(pool.layers, weights, strict=True):
+        pool.bind(layer, **{name: v.to(pool.device) for name, v in values.items()})
+    if before:
+        before(pool)
+    sequences = pool.alloc(len(start[0]))
+    taps = torch.zeros(pool.spec.conv_channels, 3, device=pool.device)
+    for i, sequence in enumerate(sequences):
+        states = {n: s[i].to(pool.device) for n, s in zip(pool.layers, start, strict=True)}
+        pool.seed(sequence, states, tokens=3, conv=dict.fromkeys(pool.layers, taps))
+    return sequences
+
+
+def assert_same_rows(want: StatePool, have: StatePool) -> None:
+    """Bit for bit, NaN in the same places; ``dt`` is computed, so within rounding."""
+    for name, field in want.inputs.fields.items():
+        mine = have.inputs.fields[name]
+        assert torch.equal(field.isnan(), mine.isnan()), f"rows of {name}"
+        if name == "dt":
+            assert relative_error(mine.nan_to_num(), field.nan_to_num()) <= 1e-6, "rows of dt"
+        else:
+            assert torch.equal(field.nan_to_num(), mine.nan_to_num()), f"rows of {name}"
+
+
 class Pair:
     """`before` gets each pool before its sequences are made; other options are the pool's."""
 
@@ -77,18 +102,7 @@ class Pair:
                 pool.checkpoints.storage.fill_(-1)  # a NaN in both planes
             else:
                 pool.checkpoints.storage.fill_(float("nan"))
-            for layer, values in zip(layers, weights, strict=True):
-                pool.bind(layer, **{name: v.to(device) for name, v in values.items()})
-            if before:
-                before(pool)
-            sequences = pool.alloc(case.batch)
-            for i, sequence in enumerate(sequences):
-                taps = torch.zeros(spec.conv_channels, 3, device=device)
-                pool.seed(
-                    sequence,
-                    {layer: s[i].to(device) for layer, s in zip(layers, start, strict=True)},
-                    tokens=3, conv=dict.fromkeys(layers, taps),
-                )  # fmt: skip
+            sequences = begin(pool, weights, start, before)
             self.worlds.append((pool, sequences, ReplayDecodeWrapper(pool, backend=backend)))
 
     def step(self, windows) -> None:
@@ -132,12 +146,6 @@ class Pair:
             state = wrapper.materialize(b)
             error = relative_error(state, reference.materialize(a))
             assert error <= STATE_EPSILON[self.case.format]
-        for name, field in want.inputs.fields.items():
-            mine = have.inputs.fields[name]
-            assert torch.equal(field.isnan(), mine.isnan()), f"rows of {name}"
-            if name == "dt":
-                assert relative_error(mine.nan_to_num(), field.nan_to_num()) <= 1e-6, "rows of dt"
-            else:
-                assert torch.equal(field.nan_to_num(), mine.nan_to_num()), f"rows of {name}"
+        assert_same_rows(want, have)
         planes = (p.checkpoints.plane.isnan() for p in (want, have))
         assert torch.equal(*planes), "checkpoint pages"
