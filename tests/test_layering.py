@@ -25,7 +25,7 @@ FOLDERS = {
 
 # Low to high: a unit (what follows "replayinfer.") sees its own row and the rows before it.
 CORE = (
-    {"errors", "checks", "env", "metrics"},
+    {"errors", "checks", "env", "figures", "metrics"},
     {"formats"},
     {"spec"},
     {"pools"},
@@ -83,15 +83,12 @@ THIRD_PARTY_OF = {
     "offload": THIRD_PARTY | {"safetensors": "function"},
     "testing": THIRD_PARTY | {"hypothesis": "function", "pytest": "function"},
     "evaluate": THIRD_PARTY | {"transformers": "function"},
-    "cost": THIRD_PARTY | {"matplotlib": "function"},
-    "simulate": THIRD_PARTY | {"matplotlib": "function"},
+    "figures": THIRD_PARTY | {"matplotlib": "function"},
 }
 THIRD_PARTY_OF["cli"] = THIRD_PARTY | {"typer": "top", "rich": "top", "transformers": "function"}
 THIRD_PARTY_OF["demo"] = THIRD_PARTY_OF["cli"]
 PEERS = ("sglang", "mamba_ssm", "fla", "flashinfer")  # timed where they are installed
-THIRD_PARTY_OF["bench"] = THIRD_PARTY_OF["cli"] | dict.fromkeys(
-    ("triton", "matplotlib", *PEERS), "function"
-)
+THIRD_PARTY_OF["bench"] = THIRD_PARTY_OF["cli"] | dict.fromkeys(("triton", *PEERS), "function")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UnsupportedError
+from ..figures import two_panels
 
 if TYPE_CHECKING:
     from .run import BenchReport
@@ -92,37 +92,26 @@ def plot(report: BenchReport, path: Path) -> None:
     UnsupportedError
         matplotlib is not installed (extra ``bench``).
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise UnsupportedError(
-            "matplotlib: got no installation; allowed any; pip install 'replayinfer[bench]'"
-        ) from None
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    series: dict[str, list[dict[str, Any]]] = {}
-    for row in report.rows:
-        scope = "" if row["scope"] == "ssm" else f", {row['scope']}"
-        length = kept(row) if row["window"] > 1 else row["capacity"]
-        label = f"{shape(row)}, {row['format']}, L={length}{scope}"
-        series.setdefault(label, []).append(row)
-    for label, rows in series.items():
-        rows = sorted(rows, key=lambda r: int(r["batch"]))
-        batches = [r["batch"] for r in rows]
-        if all(r["ratio"] is not None for r in rows):
-            left.plot(batches, [r["ratio"] for r in rows], marker="o", label=label)
-        share = [r["bytes"] / report.read_ceiling_tbps / 1e6 / r["ours_us"] for r in rows]
-        right.plot(batches, share, marker="o", label=label)
-    left.axhline(1.0, color="gray", linewidth=1)
-    for axis, title in (
-        (left, "speed-up over the standard kernel"),
-        (right, "time the bytes need at the read ceiling / time taken"),
-    ):
-        axis.set(xscale="log", xlabel="batch", title=title)
-        axis.grid(alpha=0.3)
-    right.set_ylim(0, 1.05)
-    right.legend(fontsize=8)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with two_panels(path) as (left, right):
+        series: dict[str, list[dict[str, Any]]] = {}
+        for row in report.rows:
+            scope = "" if row["scope"] == "ssm" else f", {row['scope']}"
+            length = kept(row) if row["window"] > 1 else row["capacity"]
+            label = f"{shape(row)}, {row['format']}, L={length}{scope}"
+            series.setdefault(label, []).append(row)
+        for label, rows in series.items():
+            rows = sorted(rows, key=lambda r: int(r["batch"]))
+            batches = [r["batch"] for r in rows]
+            if all(r["ratio"] is not None for r in rows):
+                left.plot(batches, [r["ratio"] for r in rows], marker="o", label=label)
+            share = [r["bytes"] / report.read_ceiling_tbps / 1e6 / r["ours_us"] for r in rows]
+            right.plot(batches, share, marker="o", label=label)
+        left.axhline(1.0, color="gray", linewidth=1)
+        for axis, title in (
+            (left, "speed-up over the standard kernel"),
+            (right, "time the bytes need at the read ceiling / time taken"),
+        ):
+            axis.set(xscale="log", xlabel="batch", title=title)
+            axis.grid(alpha=0.3)
+        right.set_ylim(0, 1.05)
+        right.legend(fontsize=8)

@@ -22,7 +22,8 @@ from typing import Any
 
 import torch
 
-from ..errors import InputError, UnsupportedError
+from ..errors import InputError
+from ..figures import two_panels
 from ..formats import FORMATS, get_format
 from ..spec import LayerSpec
 from ..spec.hf import ModelLayers
@@ -384,49 +385,39 @@ def plot(advice: Advice, path: Path) -> None:
     UnsupportedError
         matplotlib is not installed (extra ``bench``).
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise UnsupportedError(
-            "matplotlib: got no installation; allowed any; pip install 'replayinfer[bench]'"
-        ) from None
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    first = advice.steps[0]
-    steps = [
-        s for s in advice.steps if (s.context, s.window) == (first.context, first.window)
-    ]  # fmt: skip
-    places = range(len(steps))
-    for offset, ssm in ((-0.2, "ssm_standard_us"), (0.2, "ssm_replay_us")):
-        below = [0.0] * len(steps)
-        parts: Iterable[tuple[str, str, str]] = (
-            ("weights_us", "weights", "tab:gray"),
-            ("kv_us", "keys and values", "tab:olive"),
-            (ssm, "recurrent layers", "tab:blue" if offset > 0 else "tab:orange"),
+    with two_panels(path) as (left, right):
+        first = advice.steps[0]
+        steps = [
+            s for s in advice.steps if (s.context, s.window) == (first.context, first.window)
+        ]  # fmt: skip
+        places = range(len(steps))
+        for offset, ssm in ((-0.2, "ssm_standard_us"), (0.2, "ssm_replay_us")):
+            below = [0.0] * len(steps)
+            parts: Iterable[tuple[str, str, str]] = (
+                ("weights_us", "weights", "tab:gray"),
+                ("kv_us", "keys and values", "tab:olive"),
+                (ssm, "recurrent layers", "tab:blue" if offset > 0 else "tab:orange"),
+            )
+            for name, label, color in parts:
+                heights = [getattr(s, name) / 1e3 for s in steps]
+                shown = f"{label}, {'replay' if offset > 0 else 'standard'}"
+                left.bar(
+                    [p + offset for p in places], heights, 0.38, below, color=color,
+                    label=label if name != ssm and offset < 0 else shown if name == ssm else None,
+                )  # fmt: skip
+                below = [b + h for b, h in zip(below, heights, strict=True)]
+        left.set_xticks(list(places), [str(s.batch) for s in steps])
+        left.set(xlabel="batch", title=f"milliseconds of a step, context {first.context}")
+        left.legend(fontsize=8)
+        for context, window in dict.fromkeys((s.context, s.window) for s in advice.steps):
+            mine = [s for s in advice.steps if (s.context, s.window) == (context, window)]
+            batches = [s.batch for s in mine]
+            label = f"context {context}" + (f", T={window}" if window > 1 else "")
+            (line,) = right.plot(batches, [s.step_gain for s in mine], marker="o", label=label)
+            right.plot(batches, [s.gain for s in mine], "--", color=line.get_color())
+        right.axhline(1.0, color="gray", linewidth=1)
+        right.set(
+            xscale="log", xlabel="batch", title="gain: the step; dashed, its recurrent layers"
         )
-        for name, label, color in parts:
-            heights = [getattr(s, name) / 1e3 for s in steps]
-            shown = f"{label}, {'replay' if offset > 0 else 'standard'}"
-            left.bar(
-                [p + offset for p in places], heights, 0.38, below, color=color,
-                label=label if name != ssm and offset < 0 else shown if name == ssm else None,
-            )  # fmt: skip
-            below = [b + h for b, h in zip(below, heights, strict=True)]
-    left.set_xticks(list(places), [str(s.batch) for s in steps])
-    left.set(xlabel="batch", title=f"milliseconds of a step, context {first.context}")
-    left.legend(fontsize=8)
-    for context, window in dict.fromkeys((s.context, s.window) for s in advice.steps):
-        mine = [s for s in advice.steps if (s.context, s.window) == (context, window)]
-        batches = [s.batch for s in mine]
-        label = f"context {context}" + (f", T={window}" if window > 1 else "")
-        (line,) = right.plot(batches, [s.step_gain for s in mine], marker="o", label=label)
-        right.plot(batches, [s.gain for s in mine], "--", color=line.get_color())
-    right.axhline(1.0, color="gray", linewidth=1)
-    right.set(xscale="log", xlabel="batch", title="gain: the step; dashed, its recurrent layers")
-    right.grid(alpha=0.3)
-    right.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+        right.grid(alpha=0.3)
+        right.legend(fontsize=8)

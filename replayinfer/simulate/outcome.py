@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import UnsupportedError
+from ..figures import two_panels
 
 __all__ = ["Outcome", "plot"]
 
@@ -125,27 +125,15 @@ def plot(outcomes: Sequence[Outcome], path: Path) -> None:
     UnsupportedError
         matplotlib is not installed (extra ``bench``).
     """
-    try:
-        import matplotlib
-
-        matplotlib.use("agg")
-        from matplotlib import pyplot
-    except ImportError:
-        raise UnsupportedError(
-            "matplotlib: got no installation; allowed any; pip install 'replayinfer[bench]'"
-        ) from None
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    percents = np.concatenate((np.arange(0, 99, 1), np.arange(99, 100.01, 0.05)))
-    most = max(int(o.folds.max()) for o in outcomes)
-    for outcome in outcomes:
-        left.plot(percents, np.percentile(outcome.times_us, percents.clip(max=100)))
-        share = np.bincount(outcome.folds, minlength=most + 1) / outcome.steps
-        right.step(np.arange(most + 1), share, where="mid", label=outcome.policy)
-    left.set(xlabel="percentile of the steps", title="microseconds of the recurrent layers")
-    right.set(xlabel="sequences that fold in a step", title="share of the steps", yscale="log")
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
-    right.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    with two_panels(path) as (left, right):
+        percents = np.concatenate((np.arange(0, 99, 1), np.arange(99, 100.01, 0.05)))
+        most = max(int(o.folds.max()) for o in outcomes)
+        for outcome in outcomes:
+            left.plot(percents, np.percentile(outcome.times_us, percents.clip(max=100)))
+            share = np.bincount(outcome.folds, minlength=most + 1) / outcome.steps
+            right.step(np.arange(most + 1), share, where="mid", label=outcome.policy)
+        left.set(xlabel="percentile of the steps", title="microseconds of the recurrent layers")
+        right.set(xlabel="sequences that fold in a step", title="share of the steps", yscale="log")
+        for axis in (left, right):
+            axis.grid(alpha=0.3)
+        right.legend()
