@@ -2,13 +2,13 @@
 
 ::
 
-    S = S e^g        u = beta (v - S k)        S = S + u k^T        y = S q
+    u = beta (v - e^g S k)        y = e^g S q + u (k . q)        S = e^g S + u k^T
 
 with `q` scaled, and `q` and `k` normalised where the layer does that; the gate is one number for a
 head (GDN) or one for each of its key channels (KDA). All in float32 on the decoded state, which is
-encoded again; `y` is of the new state before that. Reads and writes the pages
-``[pages, heads, dim, state]``, both planes of a split one, and writes ``y [batch, heads, dim]``. A
-pad or an empty window gets zeros and no other write.
+encoded again; `y` is of the new state before that, from sums over the old one. Reads and writes
+the pages ``[pages, heads, dim, state]``, both planes of a split one, and writes ``y [batch, heads,
+dim]``. A pad or an empty window gets zeros and no other write.
 
 A program is a block of one head's state rows, which do not depend on each other. It writes what it
 alone read, so pages may be updated in place as long as no two sequences of the batch share one.
@@ -82,20 +82,28 @@ def _direct_kernel(
     tile = page * stride_plane_page + h * stride_plane_h + d[:, None] * STATE + n[None, :]
     state = load_state(plane_ptr, low_ptr, tile, in_tile)
 
+    # Every sum over channels at once, of the old state and of keys as given: one wait, where the
+    # recurrence as it is written would be three.
     q, k = q.to(tl.float32), k.to(tl.float32)
-    if NORM:
-        q *= tl.rsqrt(tl.sum(q * q, axis=0) + norm_eps)
-        k *= tl.rsqrt(tl.sum(k * k, axis=0) + norm_eps)
-    q *= query_scale
     beta = write_strength(beta, BETA)
     decay = tl.exp(log_decay(gate.to(tl.float32), a_log, dt_bias, lower_bound, GATE))
     if PER_CHANNEL:
-        state *= decay[None, :]
+        seen_k = tl.sum(state * (decay * k)[None, :], axis=1)
+        seen_q = tl.sum(state * (decay * q)[None, :], axis=1)
     else:
-        state *= decay
-    u = beta * (v.to(tl.float32) - tl.sum(state * k[None, :], axis=1))
-    state += u[:, None] * k[None, :]
-    y = tl.sum(state * q[None, :], axis=1)
+        seen_k = decay * tl.sum(state * k[None, :], axis=1)
+        seen_q = decay * tl.sum(state * q[None, :], axis=1)
+    own = tl.sum(k * q, axis=0)
+    k_norm, q_norm = 1.0, query_scale
+    if NORM:
+        k_norm = tl.rsqrt(tl.sum(k * k, axis=0) + norm_eps)
+        q_norm *= tl.rsqrt(tl.sum(q * q, axis=0) + norm_eps)
+    u = beta * (v.to(tl.float32) - k_norm * seen_k) * k_norm
+    y = q_norm * (seen_q + u * own)
+    if PER_CHANNEL:
+        state = state * decay[None, :] + u[:, None] * k[None, :]
+    else:
+        state = state * decay + u[:, None] * k[None, :]
     tl.store(y_ptr, round_to(y, y_ptr.dtype.element_ty), mask=in_d)
     store_state(plane_ptr, low_ptr, tile, state, in_tile)
 

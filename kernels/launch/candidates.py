@@ -75,6 +75,8 @@ def _delta_fold(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
         for columns, programs in ((32, 8), (64, 8), (32, 12), (32, 16)):
             yield LaunchConfig(num_warps=1, rows=16, columns=columns, programs_per_sm=programs)
         return
+    if spec.family == "kda" and fmt == "fp32_split" and spec.state <= 128:
+        yield LaunchConfig(programs_per_sm=2)
     for columns, programs, registers in (
         (32, 2, 0), (32, 3, 168), (32, 4, 128), (64, 2, 0), (64, 3, 168), (64, 4, 128),
     ):  # fmt: skip
@@ -115,6 +117,7 @@ def _fold(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
 
 
 @_of("verify", "mamba2")
+@_of("verify64", "mamba2")
 def _verify(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
     """4 to 16 KB of the checkpoint to a warp."""
     for warps, rows, registers in (

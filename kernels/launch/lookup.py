@@ -37,7 +37,7 @@ def lookup(op: str, spec: Any, fmt: str, batch: int, device: torch.device) -> La
     Parameters
     ----------
     op : {"fused", "prepass", "readout", "fold", "fold32", "fold64", "conv", "direct", \
-            "verify", "verify_prepass", "compact"}
+            "verify", "verify64", "verify_prepass", "compact"}
     spec : LayerSpec
         A layer, or its shard: the table has both where both were measured.
     fmt : str
@@ -84,20 +84,26 @@ def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
       many programs as the registers of a multiprocessor hold;
     - fold64, one of more than 32 rows (not measured): smaller tiles, that the rows may fit;
     - fold of a delta rule (fold32 is one of more than 16 rows): the same order, and as many
-      programs as the registers hold without a spill;
+      programs as the registers hold without a spill; no columns: gates per channel that solve, by
+      the kernel that takes all of them at once;
     - direct (not measured): 4 KB of float32 state to a warp, and two warps;
-    - verify (not measured): one warp, whose operands need no shared memory, and 8 KB of state;
+    - verify: one warp, whose operands need no shared memory, and 16 KB of state where there is
+      enough work, else 8 KB; verify64, over more than 32 rows: two warps for the same, whose
+      operands leave one warp too few registers;
     - verify of a delta rule (not measured): 16 KB of state to a warp where there is enough work and
       the operands leave the registers, else half;
     - compact (not measured): 8 KB of a row.
     """
-    if op in ("verify", "verify_prepass") and spec.family != "mamba2":
+    if op in ("verify", "verify64", "verify_prepass") and spec.family != "mamba2":
         return _delta_verify(op, spec, fmt, batch)
     if op == "verify_prepass":
         return LaunchConfig(num_warps=1, rows=32)
-    if op == "verify":
-        small = fmt == "fp32" or spec.state > 128
-        return LaunchConfig(num_warps=1, rows=16 if small else 32)
+    if op in ("verify", "verify64"):
+        if fmt == "fp32" or spec.state > 128:
+            return LaunchConfig(num_warps=1, rows=32 if spec.state <= 128 else 16)
+        if spec.dim % 64 or batch * spec.heads < 4096:
+            return LaunchConfig(num_warps=1, rows=32)
+        return LaunchConfig(num_warps=1 if op == "verify" else 2, rows=64)
     if op == "compact":
         return LaunchConfig(num_warps=4, rows=1024)
     if op == "conv":
@@ -139,6 +145,8 @@ def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
 def _delta_fold(op: str, spec: Any, fmt: str) -> LaunchConfig:
     if spec.dim % 64:
         return LaunchConfig(num_warps=1, rows=16, columns=32, programs_per_sm=8)
+    if spec.family == "kda" and fmt == "fp32_split" and op == "fold" and spec.state <= 128:
+        return LaunchConfig(programs_per_sm=2)
     if spec.family == "kda" or spec.state > 128:
         return LaunchConfig(rows=64, columns=32, programs_per_sm=2)
     if fmt != "fp32_split":  # nothing to solve

@@ -68,7 +68,9 @@ def test_capacities(base, format, capacity, rng):
         format=["fp32_split", "bf16", "fp32_split", "fp32"],
         rows=[(16, 13), (15, 1, 16)],
     )
-    + vary([GDN.but(layers=1, capacity=32, rows=(32, 29))], tile=[(4, 64, 32), (4, 64, 64)]),
+    + vary([GDN.but(layers=1, capacity=32, rows=(32, 29))], tile=[(4, 64, 32), (4, 64, 64)])
+    + vary([KDA.but(layers=1, rows=(15, 1, 16))], tile=[(4, 64, 32), (4, 64, 0)])
+    + [KDA.but(layers=1, capacity=32, rows=(32, 29), tile=(4, 64, 0))],
     ids=str,
 )  # fmt: skip
 def test_tiles(case, rng):
@@ -116,6 +118,7 @@ def test_drift_of_4096_tokens(base, gates, capacity, rng):
     assert error <= 3 * own
 
 
+@pytest.mark.xdist_group("memory")
 @pytest.mark.parametrize("base", BASES, ids=str)
 def test_pages_past_two_to_the_31_elements(base, rng):
     case = base.but(layers=1, rows=(16, 2))

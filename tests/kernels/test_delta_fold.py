@@ -88,6 +88,37 @@ def test_sizes_of_models(base, sizes, format, rng):
     FoldRig(case, rng).check()
 
 
+# Without columns: the fold of its own that gates per channel have where ``u`` is solved for.
+WHOLE = KDA.but(tile=(1, 16, 0), page_rows=4, capacity=16, rows=(16, 5, 0))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *vary(
+            [WHOLE],
+            dtype=[torch.float32, torch.float16],
+            norm=["none"],
+            heads=[1, 4],
+            dim=[20],
+            state=[24, 48],
+            layers=[2],
+            page_rows=[1, 16, 64],
+            in_place=[True],
+            gates=["near_one", "bounded", "edges"],
+        ),
+        WHOLE.but(tile=(2, 32, 0), heads=1, dim=40, rows=(16,)),
+        WHOLE.but(tile=(4, 64, 0), heads=1, dim=128, state=128, rows=(16,), pads=0),
+        WHOLE.but(heads=1, capacity=32, rows=(32, 20), gates="bounded"),
+        WHOLE.but(heads=1, capacity=33, rows=(33, 17), gates="near_one"),
+        WHOLE.but(heads=1, capacity=1, rows=(1, 0)),
+    ],
+    ids=str,
+)
+def test_all_channels_at_once(case, rng):
+    FoldRig(case, rng).check()
+
+
 @pytest.mark.parametrize("format", ["fp32", "fp32_split", "fp16"])
 def test_units_with_rows_and_columns_to_spare(format, rng):
     case = FoldCase(heads=1, dim=40, state=48, format=format, rows=(2,), tile=UNITS)

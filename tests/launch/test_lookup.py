@@ -121,7 +121,8 @@ def test_file_names_are_plain():
 @pytest.mark.parametrize("dim", [20, 64, 80])
 def test_candidates_are_choices_each_once(dim, fmt):
     spec = Mamba2Spec(heads=8, dim=dim, state=128)
-    for op in ("readout", "fused", "fold", "conv", "direct", "verify", "verify_prepass"):
+    ops = ("readout", "fused", "fold", "conv", "direct", "verify", "verify64", "verify_prepass")
+    for op in ops:
         found = candidates(op, spec, fmt)
         assert len(found) == len(set(found)) > 1
         for choice in found:
@@ -134,5 +135,6 @@ def test_candidates_are_choices_each_once(dim, fmt):
 def test_every_operation_with_candidates_is_tuned():
     from replayinfer.kernels.launch.candidates import _MAKERS
 
-    windows = {"verify", "verify_prepass"}  # of one token so far, so that these are never asked
+    # The tuner's windows are of one token, so that these are never asked.
+    windows = {"verify", "verify64", "verify_prepass"}
     assert {op for _, op in _MAKERS} - windows <= {stage.op for stage in STAGES}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ def fold(
     -----
     A fold list that is not a plan's, as for `materialize`, gets its scratch memory anew.
     """
-    from replayinfer.kernels.delta.fold import fold as launch
-    from replayinfer.kernels.delta.fold import scratch_size
+    from replayinfer.kernels.delta.fold import fold, scratch_size
+    from replayinfer.kernels.delta.fold_channels import fold_channels
+    from replayinfer.kernels.delta.fold_channels import scratch_size as channels_size
 
     spec: Any = pool.spec
     rows = {name: field[layers] for name, field in pool.inputs.fields.items()}
@@ -39,9 +41,12 @@ def fold(
     choice = config(pool, "fold" if pool.capacity <= 16 else "fold32", bucket)
     programs = processors(pool.device) * choice.programs_per_sm
     solves = spec.resolves(pool.format)
-    size = scratch_size(
-        pool.capacity, spec.state, solve=solves, per_channel="state" in spec.gate_dims
-    )
+    per_channel = "state" in spec.gate_dims
+    launch: Callable[..., None] = fold
+    if solves and per_channel and not choice.columns:
+        launch, size = fold_channels, channels_size(pool.capacity, spec.state)
+    else:
+        size = scratch_size(pool.capacity, spec.state, solve=solves, per_channel=per_channel)
     own = None
     if size and isinstance(arrays, PlanArrays):
         own = scratch(arrays, "fold", programs, size)

@@ -30,9 +30,9 @@ def direct(
 
 def prefers_direct(pool: StatePool, bucket: int) -> bool:
     """Whether the launch table has the direct step ahead of replay for a bucket."""
-    from replayinfer.kernels.launch import lookup
+    from replayinfer.kernels.launch.lookup import prefers_direct as of_table
 
-    return lookup.prefers_direct(pool.spec, pool.format.name, bucket, pool.device)
+    return of_table(pool.spec, pool.format.name, bucket, pool.device)
 
 
 def _mamba2(

@@ -128,5 +128,5 @@ def verify(
         out, pool.checkpoints.plane[layer], scores, weight, inside, scale, x, c, inputs.get("z"),
         d_skip, row_x,
         arrays.page, arrays.history, arrays.window, arrays.table,
-        pdl=pdl, config=config(pool, "verify", plan.bucket),
+        pdl=pdl, config=config(pool, "verify" if depth <= 32 else "verify64", plan.bucket),
     )  # fmt: skip
