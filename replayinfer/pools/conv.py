@@ -41,7 +41,7 @@ class ConvPool:
         return self.rows.nbytes
 
     def zero(self, slots: torch.Tensor) -> None:
-        self.rows[:, slots] = 0
+        self.rows.index_fill_(1, slots, 0)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self.rows[:, target] = self.rows[:, source]

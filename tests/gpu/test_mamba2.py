@@ -98,6 +98,7 @@ def test_more_programs_than_the_small_grid_axes_hold(rng, monkeypatch):
         Pair(case, rng, "cuda").decode().check()
 
 
+@pytest.mark.xdist_group("memory")
 def test_pages_past_two_to_the_31_elements(rng, monkeypatch):
     case = Case(heads=8, dim=64, state=128, batch=2, capacity=3, steps=6, dtype=torch.bfloat16)
     page = 2 * case.heads * case.dim * case.state  # int16 values of a split page

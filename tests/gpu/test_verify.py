@@ -57,6 +57,7 @@ def test_a_size_that_is_used(rng):
     WindowPair(case, rng, "cuda").decode().check()
 
 
+@pytest.mark.xdist_group("memory")
 def test_pages_past_two_to_the_31_elements(rng):
     case = BASE.but(batch=2, layers=1, steps=6)
     page = 2 * case.heads * case.dim * case.state  # int16 values of a split page

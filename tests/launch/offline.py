@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource, compile
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
-from walks import SHAPES, make, walk
+from walks import SHAPES, make, packed, walk
 
 from replayinfer import Mamba2Spec
 from replayinfer.backends.triton import TritonBackend
@@ -55,6 +56,16 @@ def keys() -> None:
                 walk(wrapper, rng, steps=20)
             print(json.dumps({"warm": len(warm), "new": sorted(found - warm)}))
             found.clear()
+
+    wrapper, few = make(SHAPES["given steps"]), SimpleNamespace(bucket=3, window=1)
+    examples = []
+    for z in (False, True):
+        tokens, out = packed(wrapper.pool, few, None, z)
+        examples.append({**tokens, "out": out})
+    wrapper.warmup(inputs=examples, conv=False)
+    warm = set(found)
+    walk(wrapper, rng, steps=20, draw=packed, conv=False)
+    print(json.dumps({"warm": len(warm), "new": sorted(found - warm)}))
 
 
 def wide() -> None:

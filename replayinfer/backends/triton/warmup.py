@@ -71,7 +71,10 @@ def _steps(
     if examples is not None:
         for example in examples:
             tokens = {name: _like(value, plan) for name, value in example.items() if name != "out"}
-            yield tokens, _output(pool, plan, shape, example)
+            out = _output(pool, plan, shape, example)
+            yield tokens, out
+            if plan.bucket == 1:
+                yield {name: _viewed(value) for name, value in tokens.items()}, out
         return
     fields = pool.spec.input_fields
     outputs = [_zeros(plan, shape, dtype, pool.device) for dtype in _dtypes(pool)]
@@ -100,7 +103,10 @@ def _convolutions(
     shape = [pool.spec.conv_channels]
     if examples is not None:
         for example in examples:
-            yield _like(example["x"], plan), _output(pool, plan, shape, example)
+            rows, out = _like(example["x"], plan), _output(pool, plan, shape, example)
+            yield rows, out
+            if plan.bucket == 1:
+                yield _viewed(rows), out
         return
     x = _zeros(plan, shape, pool.dtype, pool.device)
     for dtype in _dtypes(pool):
@@ -131,3 +137,8 @@ def _like(example: torch.Tensor, plan: Plan) -> torch.Tensor:
     extent = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
     memory = torch.zeros(offset + extent + 1, dtype=example.dtype, device=example.device)
     return memory.as_strided(sizes, strides, offset)
+
+
+def _viewed(one: torch.Tensor) -> torch.Tensor:
+    """As any ``view`` leaves a batch of one: its stride is free, so torch gives a dense one."""
+    return one.view(one.shape)
