@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         accepted_prefix,
         sampled_path,
     )
+    from .tensors import delta_walk, mamba2_ring, mamba2_walk
     from .wrapper import ReplayDecodeWrapper
 
 _MODULES = {
@@ -76,6 +77,7 @@ _MODULES = {
         "accepted_prefix",
         "sampled_path",
     ),
+    "tensors": ("delta_walk", "mamba2_ring", "mamba2_walk"),
     "wrapper": ("ReplayDecodeWrapper",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -119,6 +121,9 @@ __all__ = [
     "accepted_path",
     "accepted_prefix",
     "backends",
+    "delta_walk",
+    "mamba2_ring",
+    "mamba2_walk",
     "materialize",
     "ops",
     "read_config",

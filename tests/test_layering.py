@@ -31,7 +31,7 @@ CORE = (
     {"pools"},
     {"planner"},
     {"backends"},
-    {"ops"},
+    {"ops", "tensors"},
     {"wrapper", "prefill"},
     {"speculation"},
 )

@@ -5,6 +5,9 @@
   page tables that an engine already has.
 * `HybridStepPlanner` plans an attention wrapper and a replay wrapper from it.
 * `PagedAttentionWrapper` attends with FlashInfer, or with torch where FlashInfer cannot run.
+* `RingPool` keeps Mamba-2 states and rows as FlashInfer does, for its kernels or ours.
+* `selective_state_update`, `checkpointing_ssu`, `gated_delta_rule_decode_pretranspose` and
+  `gated_delta_rule_mtp` take what FlashInfer's calls of those names take.
 
 Importing this package does not import `flashinfer`.
 """
@@ -16,10 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attention import PagedAttentionWrapper
+    from .gdn import gated_delta_rule_decode_pretranspose, gated_delta_rule_mtp
     from .kv import KVPagePool
+    from .mamba import checkpointing_ssu, selective_state_update
     from .metadata import MetadataArrays, MetadataBuffers, StepMetadata
     from .peers import AttentionShape
     from .planner import HybridStepPlanner
+    from .ring import RingPool
 
 __all__ = [
     "AttentionShape",
@@ -28,7 +34,12 @@ __all__ = [
     "MetadataArrays",
     "MetadataBuffers",
     "PagedAttentionWrapper",
+    "RingPool",
     "StepMetadata",
+    "checkpointing_ssu",
+    "gated_delta_rule_decode_pretranspose",
+    "gated_delta_rule_mtp",
+    "selective_state_update",
 ]
 
 _HOME = {
@@ -38,7 +49,12 @@ _HOME = {
     "MetadataArrays": "metadata",
     "MetadataBuffers": "metadata",
     "PagedAttentionWrapper": "attention",
+    "RingPool": "ring",
     "StepMetadata": "metadata",
+    "checkpointing_ssu": "mamba",
+    "gated_delta_rule_decode_pretranspose": "gdn",
+    "gated_delta_rule_mtp": "gdn",
+    "selective_state_update": "mamba",
 }
 
 

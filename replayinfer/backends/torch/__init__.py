@@ -104,6 +104,19 @@ class TorchBackend:
     def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
         compact_rows(pool, plan, nodes)
 
+    def recode(
+        self, pool: StatePool, pages: torch.Tensor, chosen: torch.Tensor, *, split: bool
+    ) -> None:
+        which = pages[chosen & (pages >= 0)].long()  # waits for the count, where on a device
+        for layer in range(len(pool.layers)):
+            plain = pool.checkpoints.storage[layer].view(torch.float32)  # a head's two planes
+            if split:
+                state = plain[which].flatten(2).view(-1, *pool.spec.state_shape)
+                pool.checkpoints.store(layer, which, state)
+            else:
+                state = pool.checkpoints.load(layer, which)
+                plain[which] = state.reshape(-1, *plain.shape[1:])
+
     def materialize(
         self, pool: StatePool, layer: int, page: int, table: list[int], rows: int
     ) -> torch.Tensor:
