@@ -83,26 +83,63 @@ def select(name: str | Backend, pool: StatePool) -> Backend:
     )
 
 
+def _fla(pool: StatePool) -> PrefillBackend:
+    from .fla import FlaPrefill
+
+    return FlaPrefill(select("auto", pool), _make("torch"))
+
+
+def _mamba_ssm(pool: StatePool) -> PrefillBackend:
+    from .mamba_ssm import MambaSsmPrefill
+
+    return MambaSsmPrefill(select("auto", pool), _make("torch"))
+
+
+def _reference(pool: StatePool) -> PrefillBackend:
+    from .torch import TorchBackend
+
+    return TorchBackend()
+
+
+# In the order `auto` tries them.
+_PREFILL: dict[str, Callable[[StatePool], PrefillBackend]] = {
+    "fla": _fla,
+    "mamba_ssm": _mamba_ssm,
+    "torch": _reference,
+}
+
+
 def select_prefill(name: str | PrefillBackend, pool: StatePool) -> PrefillBackend:
-    """The backend that prefills `pool`; ``"auto"`` and ``"torch"`` are the reference.
+    """The backend of that name, or for ``"auto"`` the first that can prefill `pool`.
+
+    ``"torch"`` is the reference, and what ``"auto"`` takes on a CPU or in float32.
 
     Raises
     ------
     UnsupportedError
         An unknown name, or a backend that does not support the pool, with its reason.
     """
-    if isinstance(name, str) and name not in ("auto", "torch"):
+    if not isinstance(name, str):
+        candidates: Iterable[PrefillBackend] = [name]
+    elif name == "auto":
+        candidates = (make(pool) for make in _PREFILL.values())
+    elif name in _PREFILL:
+        candidates = [_PREFILL[name](pool)]
+    else:
         raise UnsupportedError(
-            f"backend: got {name!r}; allowed auto, torch for a prefill; pick one, or pass an object"
+            f"backend: got {name!r}; allowed auto, {', '.join(_PREFILL)} for a prefill; pick one, "
+            "or pass an object"
         )
-    from .torch import TorchBackend
-
-    backend = TorchBackend() if isinstance(name, str) else name
-    if reason := backend.supports(pool):
-        raise UnsupportedError(
-            f"backend: got {backend.name!r}; allowed one that supports this pool; refused: {reason}"
-        )
-    return backend
+    reasons = []
+    for backend in candidates:
+        reason = backend.supports(pool)
+        if reason is None:
+            return backend
+        reasons.append(f"{backend.name} ({reason})")
+    raise UnsupportedError(
+        f"backend: got {name if isinstance(name, str) else name.name!r}; allowed one that can "
+        f"prefill this pool; refused: {'; '.join(reasons)}"
+    )
 
 
 def _prefer_triton(pool: StatePool) -> bool:

@@ -154,8 +154,12 @@ def test_convolution_of_a_spec_without_one(rng):
 
 def test_backends(rig):
     assert ReplayPrefillWrapper(rig.pool, backend="torch").backend.name == "torch"
-    with pytest.raises(UnsupportedError, match="backend: got 'triton'; allowed auto, torch"):
+    assert ReplayPrefillWrapper(rig.pool).backend.name == "torch"  # on a CPU
+    with pytest.raises(UnsupportedError, match="got 'triton'; allowed auto, fla, mamba_ssm, torch"):
         ReplayPrefillWrapper(rig.pool, backend="triton")
+    for peer in ("fla", "mamba_ssm"):
+        with pytest.raises(UnsupportedError, match=rf"'{peer}'.*refused: {peer} \(device cpu"):
+            ReplayPrefillWrapper(rig.pool, backend=peer)
 
     class Refuses:
         name = "picky"
