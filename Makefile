@@ -9,13 +9,21 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check --no-input
 STAMP := $(VENV)/.stamp
 SOURCES := pyproject.toml constraints.txt
 
-.PHONY: help demo test test-gpu lint typecheck format docs wheel packages clean
+# SGLang pins what the rest does not want, so it has an environment of its own, by its list, outside
+# of any checkout. What is tested is installed into build/sglang of this one.
+SGLANG_LIST := tests/sglang/requirements.txt
+SGLANG_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/replayinfer/sglang-$(firstword \
+    $(shell cksum $(SGLANG_LIST)))
+SGLANG_PIP := $(SGLANG_VENV)/bin/python -m pip -qq --disable-pip-version-check --no-input
+
+.PHONY: help demo test test-gpu test-sglang sglang-env lint typecheck format docs wheel packages clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo      serve two small hybrid models by replay, and check every token"
 	@echo "make test      the whole suite on the CPU, Triton through its interpreter"
 	@echo "make test-gpu  tests marked gpu, with the Python that has torch (no network needed)"
+	@echo "make test-sglang   SGLang's own engine on the CPU, in an environment that is made for it"
 	@echo "make lint      ruff and mypy          make format    apply ruff's fixes and format"
 	@echo "make docs      build the site         make wheel     build dist/*.whl"
 	@echo "make packages  rewrite the package list of pyproject.toml from the folders"
@@ -42,6 +50,24 @@ test: $(STAMP)-test,demo
 test-gpu:
 	PIP_BREAK_SYSTEM_PACKAGES=1 $(PYTHON) -m pip install --quiet --no-deps --no-build-isolation -e .
 	env -u TRITON_INTERPRET $(PYTHON) -m pytest -q -m gpu $(ARGS)
+
+sglang-env: $(SGLANG_VENV)/.stamp
+
+$(SGLANG_VENV)/.stamp: $(SGLANG_LIST)
+	@echo "installing SGLang for tests into $(SGLANG_VENV)"
+	@rm -rf $(SGLANG_VENV)
+	@mkdir -p $(dir $(SGLANG_VENV))
+	@$(PYTHON) -m venv $(SGLANG_VENV)
+	@$(SGLANG_PIP) install torch==2.13.0
+	@$(SGLANG_PIP) install --no-deps -r $(SGLANG_LIST)
+	@touch $@
+
+test-sglang: sglang-env
+	@rm -rf build/sglang build/lib
+	@$(SGLANG_PIP) install --no-deps --no-build-isolation --target build/sglang .
+	@rm -rf build/lib
+	PYTHONPATH=$(CURDIR)/build/sglang TRITON_INTERPRET=1 $(SGLANG_VENV)/bin/pytest -q \
+	    tests/sglang $(ARGS)
 
 lint: $(STAMP)-lint,demo
 	$(BIN)/ruff check .

@@ -17,13 +17,22 @@ from numpy.typing import ArrayLike, NDArray
 
 from .backends import Backend, select
 from .checks import check_tensor
-from .errors import InputError, PlanError
+from .errors import InputError, PlanError, UnsupportedError
 from .planner import DevicePlanner, HostPlanner, Plan
 from .planner.trees import check_paths
 from .pools import StatePool
 from .spec.base import GATE_DTYPES
 
-__all__ = ["commit", "conv_update", "fold", "materialize", "readout", "warmup"]
+__all__ = [
+    "commit",
+    "conv_update",
+    "fold",
+    "join_pages",
+    "materialize",
+    "readout",
+    "split_pages",
+    "warmup",
+]
 
 
 def fold(planner: HostPlanner, plan: Plan, *, backend: str | Backend = "auto") -> None:
@@ -205,6 +214,47 @@ def materialize(
 
 
 @torch.no_grad()
+def split_pages(
+    pool: StatePool,
+    pages: torch.Tensor,
+    chosen: torch.Tensor,
+    *,
+    backend: str | Backend = "auto",
+) -> None:
+    """Turn checkpoint pages that hold plain float32 into the planes of ``fp32_split``, in place.
+
+    For pages that somebody else has written, e.g. an engine's prefill into slots that it lends.
+
+    Parameters
+    ----------
+    pages : int32 or int64 Tensor [n]
+        Each that is chosen once; negative entries are pads.
+    chosen : bool Tensor [n]
+        Which of them hold plain float32. Both on the pool's device.
+
+    Notes
+    -----
+    All layers, bit for bit (a NaN becomes the quiet NaN of its sign); no sync. Zeros are the same
+    in both forms.
+    """
+    _check_recode(pool, pages, chosen)
+    select(backend, pool).recode(pool, pages, chosen, split=True)
+
+
+@torch.no_grad()
+def join_pages(
+    pool: StatePool,
+    pages: torch.Tensor,
+    chosen: torch.Tensor,
+    *,
+    backend: str | Backend = "auto",
+) -> None:
+    """The inverse of `split_pages`: plain float32, for somebody else to read and to write."""
+    _check_recode(pool, pages, chosen)
+    select(backend, pool).recode(pool, pages, chosen, split=False)
+
+
+@torch.no_grad()
 def warmup(
     planner: HostPlanner,
     bucket: int,
@@ -256,6 +306,20 @@ def warmup(
             planner.warmup(plan)
     finally:
         planner.abort(plan)
+
+
+def _check_recode(pool: StatePool, pages: torch.Tensor, chosen: torch.Tensor) -> None:
+    if pool.checkpoints.low is None:
+        raise UnsupportedError(
+            f"pages: got a pool of format {pool.format.name}; allowed fp32_split, the only one "
+            "with another form; leave the pages as they are"
+        )
+    dtypes = (torch.int32, torch.int64)
+    check_tensor("pages", pages, shape=(None,), dims=("n",), dtypes=dtypes, device=pool.device)
+    check_tensor(
+        "chosen", chosen, shape=(pages.shape[0],), dims=("n",), dtypes=(torch.bool,),
+        device=pool.device,
+    )  # fmt: skip
 
 
 def check_inputs(

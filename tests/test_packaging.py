@@ -130,7 +130,7 @@ def test_wheel_metadata(wheel):
         r.partition(";")[0].strip() for r in meta.get_all("Requires-Dist") if "extra ==" not in r
     }
     assert {re.split(r"[<>=]", r)[0] for r in core} == {"torch", "numpy", "triton"}
-    extras = {"transformers", "cli", "demo", "bench", "flashinfer", "offload"}
+    extras = {"transformers", "cli", "demo", "bench", "flashinfer", "sglang", "offload"}
     extras |= {"test", "lint", "docs", "dev"}
     assert set(meta.get_all("Provides-Extra")) == extras
 

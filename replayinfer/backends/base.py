@@ -66,6 +66,14 @@ class Backend(Protocol):
     def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
         """Move accepted tree nodes ``[batch, window]`` (-1: none) to where a chain's rows lie."""
 
+    def recode(
+        self, pool: StatePool, pages: torch.Tensor, chosen: torch.Tensor, *, split: bool
+    ) -> None:
+        """Rewrite `pages` ``[n]`` of ``fp32_split`` where `chosen`, in place and in all layers.
+
+        From plain float32 to planes, or back; without a sync. Negative pages are pads.
+        """
+
     def materialize(
         self, pool: StatePool, layer: int, page: int, table: list[int], rows: int
     ) -> torch.Tensor:

@@ -4,11 +4,36 @@ from __future__ import annotations
 
 import torch
 
+from ..checks import check_tensor
+from ..errors import InputError
 from ..formats import CheckpointFormat, join_planes, split_planes, to_storage
 from ..spec import LayerSpec
 from .guards import GuardedPages
 
-__all__ = ["CheckpointPool"]
+__all__ = ["CheckpointPool", "check_lent"]
+
+
+def check_lent(
+    spec: LayerSpec, fmt: CheckpointFormat, layers: int, device: torch.device, pages: torch.Tensor
+) -> int:
+    """Refuse memory that cannot be checkpoint pages; how many pages it holds.
+
+    ``fp32_split`` takes float32 ``[layers, pages, heads, dim, state]`` and keeps a head's two
+    planes in the place of its state.
+    """
+    dtype = torch.float32 if fmt.rounded_readout else fmt.plane_dtype
+    heads, dim, state = spec.state_shape
+    check_tensor(
+        "checkpoints", pages, shape=(layers, None, heads, dim, state),
+        dims=("layers", "pages", "heads", "dim", "state"), dtypes=(dtype,), device=device,
+        advice="lend the states of these layers in the pool's format",
+    )  # fmt: skip
+    if not pages[0, 0].is_contiguous():
+        raise InputError(
+            f"checkpoints: got strides {list(pages.stride())}; allowed pages that are contiguous "
+            "in themselves; lend memory in which a page's heads lie one after the other"
+        )
+    return int(pages.shape[1])
 
 
 class CheckpointPool:
@@ -25,6 +50,8 @@ class CheckpointPool:
         What a readout loads: the state, or its high plane.
     low : Tensor or None
         int16, the low plane of ``fp32_split``.
+    lent : Tensor or None
+        The caller's memory, where the pages are that: ``[layers, pages, heads, dim, state]``.
     """
 
     def __init__(
@@ -34,19 +61,28 @@ class CheckpointPool:
         layers: int,
         pages: int,
         device: torch.device,
+        lent: torch.Tensor | None = None,
     ) -> None:
         self.format = fmt
+        self.lent = lent
         heads, dim, state = spec.state_shape
         self.low: torch.Tensor | None = None
         if fmt.rounded_readout:
             shape: tuple[int, ...] = (layers, pages, heads, 2, dim, state)
-            self.guarded = GuardedPages("checkpoint pages", shape, torch.int16, device)
+            if lent is None:
+                self.guarded = GuardedPages("checkpoint pages", shape, torch.int16, device)
+            else:
+                planes = lent.view(torch.int16).view(layers, pages, heads, 2, dim, state)
+                self.guarded = GuardedPages.around("checkpoint pages", planes)
             self.storage = self.guarded.pages
             self.plane = self.storage[:, :, :, 0].view(torch.bfloat16)
             self.low = self.storage[:, :, :, 1]
         else:
             shape = (layers, pages, heads, dim, state)
-            self.guarded = GuardedPages("checkpoint pages", shape, fmt.plane_dtype, device)
+            if lent is None:
+                self.guarded = GuardedPages("checkpoint pages", shape, fmt.plane_dtype, device)
+            else:
+                self.guarded = GuardedPages.around("checkpoint pages", lent)
             self.storage = self.guarded.pages
             self.plane = self.storage
 
@@ -56,7 +92,7 @@ class CheckpointPool:
 
     def zero(self, pages: torch.Tensor) -> None:
         """Set whole pages to the zero state in every layer."""
-        self.storage[:, pages] = 0
+        self.storage.index_fill_(1, pages, 0)  # `[...] = 0` would wait for the device
 
     def read(self, layer: int | slice, pages: torch.Tensor) -> torch.Tensor:
         """The state as a readout sees it, float32 ``[(layers,) n, heads, dim, state]``."""

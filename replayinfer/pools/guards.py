@@ -41,6 +41,14 @@ class GuardedPages:
             self._guards = [whole[:, place].view(torch.uint8) for place in (0, -1)]
         self.refill()
 
+    @classmethod
+    def around(cls, name: str, pages: torch.Tensor) -> GuardedPages:
+        """Memory that a caller lends: what lies on either side of it is not ours to watch."""
+        guarded = cls.__new__(cls)
+        guarded.name, guarded._guards = name, []
+        guarded.whole = guarded.pages = pages
+        return guarded
+
     def refill(self) -> None:
         """Write the pattern into the guards."""
         for guard in self._guards:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from ..checks import positive_int, usable_device
 from ..errors import InputError
-from ..formats import CheckpointFormat
+from ..formats import CheckpointFormat, get_format
 from ..spec import LayerSpec
 from .capacity import CapacityReport, fit_sequences, report
-from .checkpoint import CheckpointPool
+from .checkpoint import CheckpointPool, check_lent
 from .conv import ConvPool
 from .cursors import MAX_SLOTS, Cursors, SequenceId, SlotArray
 from .device_cursors import DeviceCursors
@@ -70,12 +70,19 @@ class StatePool:
         for each copy, and for the parent a spare of every page that it lends. `alloc`, `free` and
         `seed` send their changes without waiting; what needs the cursors themselves (`fork`,
         `rollback`, `export`, a prefill, `tokens`, `history`) reads the device first, a sync.
+    checkpoints : Tensor, optional
+        Memory of the caller's for the checkpoint pages, ``[layers, pages, heads, dim, state]`` in
+        the format's type (float32 for ``fp32_split``, whose planes take the place of the state),
+        e.g. the state slots that an engine has already. `alloc` zeroes what it hands out. Such a
+        pool neither sleeps nor resizes.
     device : torch.device or str
 
     Raises
     ------
     UnsupportedError
         A size, type or format that cannot work, e.g. a capacity below the window.
+    InputError
+        `checkpoints` of another shape, type or device.
 
     Examples
     --------
@@ -103,9 +110,20 @@ class StatePool:
         page_rows: int | None = None,
         restore: Literal["window", "any"] = "window",
         planner: Literal["host", "device"] = "host",
+        checkpoints: torch.Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self.layers = layer_tuple(layers)
+        self.device = usable_device(device)
+        if checkpoints is not None:
+            pages = check_lent(spec, get_format(format), len(self.layers), self.device, checkpoints)
+            if checkpoint_pages not in (None, pages):
+                raise InputError(
+                    f"checkpoint_pages: got {checkpoint_pages}; allowed {pages}, the pages that "
+                    "were lent; leave it out"
+                )
+            checkpoint_pages = pages
+        self._lent = checkpoints
         sizes = settle_sizes(
             spec, self.layers, max_sequences, capacity=capacity, max_window=max_window,
             format=format, dtype=dtype, checkpoint_pages=checkpoint_pages,
@@ -119,7 +137,6 @@ class StatePool:
         self.capacity = capacity
         self.max_window = max_window
         self.restore = restore
-        self.device = usable_device(device)
 
         self.make_tensors()
         self._weights = LayerWeights(spec, self.layers, self.device)
@@ -425,7 +442,7 @@ class StatePool:
         """Allocate pages and rings for `sizes`, all zero."""
         s, n = self.sizes, len(self.layers)
         self.checkpoints = CheckpointPool(
-            self.spec, self.format, n, s.checkpoint_pages, self.device
+            self.spec, self.format, n, s.checkpoint_pages, self.device, self._lent
         )
         self.inputs = InputPool(
             self.spec, self.format, self.dtype, n, s.input_pages, s.page_rows, self.device

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..checks import positive_int
-from ..errors import CapacityError, PlanError
+from ..errors import CapacityError, PlanError, UnsupportedError
 from .cursors import MAX_SLOTS
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Residence:
         """Free the device memory of pages and rings, keeping the states on the host or not."""
         pool = self._pool
         pool.cursors.require_awake()
+        self._require_own("sleep")
         self._require_idle("sleep")
         if not keep:
             slots = pool.cursors.live
@@ -72,6 +73,7 @@ class Residence:
     ) -> None:
         """Change the counts of slots and pages; live sequences keep their handles and bits."""
         pool, cur = self._pool, self._pool.cursors
+        self._require_own("resize")
         self._require_idle("resize")
         if self.asleep:
             raise PlanError("resize: got a pool that is asleep; allowed awake; call wake first")
@@ -125,6 +127,13 @@ class Residence:
         if pool.on_device:
             pool.on_device.resize(sizes.max_sequences)
             pool.on_device.push(live)
+
+    def _require_own(self, action: str) -> None:
+        if self._pool.checkpoints.lent is not None:
+            raise UnsupportedError(
+                f"{action}: got a pool whose checkpoint pages are lent by the caller; allowed "
+                "where the pool owns its memory; make a pool anew instead"
+            )
 
     def _require_idle(self, action: str) -> None:
         if self._pool.cursors.busy.any() or self._pool.cursors.unnamed:

@@ -103,6 +103,13 @@ class TritonBackend:
     def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
         compact_rows(pool, plan, nodes)
 
+    def recode(
+        self, pool: StatePool, pages: torch.Tensor, chosen: torch.Tensor, *, split: bool
+    ) -> None:
+        from replayinfer.kernels.pages.recode import recode as launch
+
+        launch(pool.checkpoints.storage, pages, chosen, split=split)
+
     def materialize(
         self, pool: StatePool, layer: int, page: int, table: list[int], rows: int
     ) -> torch.Tensor:

@@ -1,0 +1,350 @@
+"""Subclasses of SGLang's linear-attention backends whose decode is replayed.
+
+Prefill, the convolutions, the gates and the tracking of prefixes stay SGLang's. Ours are the decode
+of the recurrence, and a fold before anything that reads a state: an extend of live sequences, and
+the copies into track slots of ``extra_buffer``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from replayinfer import UnsupportedError
+
+from .layers import Family, read_layers
+from .options import Options
+from .slots import SlotReplay, row_bytes_per_slot
+
+__all__ = ["current", "extra_slot_bytes", "wrap_attention_backend"]
+
+_GDN = "sglang.srt.layers.attention.linear.gdn_backend"
+_KDA = "sglang.srt.layers.attention.linear.kda_backend"
+_HYBRID = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
+
+_current: SlotReplay | None = None
+
+
+def current() -> SlotReplay | None:
+    """The replay of this process's model, once its backend was made."""
+    return _current
+
+
+def family_of(model_config: Any) -> Family:
+    """Which of our families a model's recurrent layers are.
+
+    Raises
+    ------
+    UnsupportedError
+        It has none, or others.
+    """
+    from sglang.srt.configs import hybrid_arch
+
+    if hybrid_arch.hybrid_gdn_config(model_config) is not None:
+        return "gdn"
+    if hybrid_arch.mamba2_config(model_config) is not None:
+        return "mamba2"
+    if hybrid_arch.hybrid_kda_config(model_config) is not None:
+        return "kda"
+    names = getattr(model_config.hf_config, "architectures", None) or ["a model"]
+    raise UnsupportedError(
+        f"model: got {names[0]}, which has no recurrent layers of a kind that is replayed; allowed "
+        "models with GDN, KDA or Mamba-2 layers; serve without --linear-attn-decode-backend"
+    )
+
+
+def extra_slot_bytes(configurator: Any) -> int:
+    """Bytes that each state slot needs beside what SGLang charges for it."""
+    layers = read_layers(configurator.model, family_of(configurator.model_config))
+    states = configurator.mambaish_config.mamba2_cache_params.dtype.temporal
+    return row_bytes_per_slot(
+        layers.spec, len(layers.modules), states, configurator.model_dtype, Options.read()
+    )
+
+
+def wrap_attention_backend(original: Callable[..., Any], runner: Any, full: Any) -> Any:
+    """Around ``attn_backend_wrapper``: it finds our subclasses in the place of SGLang's.
+
+    Raises
+    ------
+    UnsupportedError
+        What it made is not ours: the model has no layers that we serve.
+    """
+    family = family_of(runner.model_config)
+    module, name, make = {
+        "gdn": (_GDN, "GDNAttnBackend", _gdn),
+        "kda": (_KDA, "KDAAttnBackend", _kda),
+        "mamba2": (_HYBRID, "Mamba2AttnBackend", _mamba2),
+    }[family]
+    import importlib
+
+    home = importlib.import_module(module)
+    theirs = getattr(home, name)
+    ours = make(theirs)
+    setattr(home, name, ours)
+    try:
+        made = original(runner, full)
+    finally:
+        setattr(home, name, theirs)
+    linear = getattr(made, "linear_attn_backend", None)
+    if not isinstance(linear, ours):
+        raise UnsupportedError(
+            f"model: got {type(linear).__name__} for its recurrent layers; allowed {name}, which "
+            "is what SGLang makes for GDN, KDA and Mamba-2; serve with another decode backend"
+        )
+    return made
+
+
+def _make_replay(backend: Any, runner: Any, family: Family) -> SlotReplay:
+    """The replay on the state slots of a runner's pool, registered there."""
+    global _current
+    requests = runner.req_to_token_pool
+    pool = requests.mamba_pool
+    layers = read_layers(runner.model, family)
+    order = sorted(requests.mamba_map, key=requests.mamba_map.__getitem__)
+    states = pool.mamba_cache.temporal
+    expected = (len(order), *layers.spec.state_shape)
+    if sorted(order) != sorted(layers.modules) or (states.shape[0], *states.shape[2:]) != expected:
+        raise UnsupportedError(
+            f"model: got states {list(states.shape)} for layers {order}; allowed "
+            f"[{len(order)}, slots, heads, dim, state] of layers {sorted(layers.modules)} in the "
+            f"shape {list(layers.spec.state_shape)}; serve with another decode backend"
+        )
+    if backend._track_pools() is None:
+        raise UnsupportedError(
+            "model: got convolution states that are not tracked in one launch; allowed "
+            "[layers, slots, ...]; serve with another decode backend"
+        )
+    replay = SlotReplay(layers, order, states, runner.dtype, Options.read())
+    charged = extra_slot_bytes_of(replay)
+    assert replay.nbytes <= charged * states.shape[1], "more is held than was charged"
+    pool.register_slot_state(replay)
+    _current = replay
+    ours, theirs = (n / 2**30 for n in (replay.nbytes, states.nbytes))
+    _say(
+        f"replayinfer: {len(order)} {family} layers, {states.shape[1]} slots of "
+        f"{replay.pool.format.name} states, capacity {replay.options.capacity}, backend "
+        f"{replay.backend.name}; rows and cursors take {ours:.3f} GiB beside {theirs:.3f} GiB"
+    )
+    return replay
+
+
+def extra_slot_bytes_of(replay: SlotReplay) -> int:
+    """What `extra_slot_bytes` charged for a slot of this replay."""
+    pool = replay.pool
+    states = pool.checkpoints.lent
+    assert states is not None
+    return row_bytes_per_slot(pool.spec, len(pool.layers), states.dtype, pool.dtype, replay.options)
+
+
+def _say(line: str) -> None:
+    import logging
+
+    logging.getLogger("sglang.srt.replayinfer").info(line)
+
+
+class _Replayed:
+    """What the three subclasses share; mixed in before SGLang's class."""
+
+    replay: SlotReplay
+    forward_metadata: Any
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        super().init_forward_metadata(forward_batch)  # type: ignore[misc]
+        mode = forward_batch.logical_forward_mode
+        slots = self.forward_metadata.mamba_cache_indices
+        if mode.is_decode():
+            self.replay.begin(slots)
+        elif mode.is_extend():
+            self.replay.before_extend(slots)
+            mask = forward_batch.mamba_track_mask
+            if mask is not None and self.forward_metadata.has_mamba_track_mask:
+                # Theirs by the end of the forward; nothing reads them before.
+                targets = forward_batch.mamba_track_indices
+                self.replay.written(targets, mask[: targets.shape[0]], plain=True)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
+        if forward_batch.forward_mode.is_decode():
+            self.replay.begin(self.forward_metadata.mamba_cache_indices)
+
+    def _track_mamba_state_decode(
+        self,
+        forward_batch: Any,
+        conv_states: Any,
+        ssm_states: Any,
+        cache_indices: torch.Tensor,
+        layer_id: int | None = None,
+    ) -> None:
+        """After each layer of a decode step; states are whole after the last one only."""
+        if layer_id != self.replay.last_layer:
+            return
+        self.replay.finish()
+        mask = forward_batch.mamba_track_mask
+        if mask is None:
+            return
+        mask = mask[: cache_indices.shape[0]]
+        self.replay.fold_now(cache_indices, mask)
+        super()._track_mamba_state_decode(  # type: ignore[misc]
+            forward_batch, conv_states, ssm_states, cache_indices, layer_id
+        )
+        targets = self.forward_metadata.mamba_track_indices[: cache_indices.shape[0]]
+        self.replay.written(targets, mask, plain=False)
+
+    def _extended(self, layer_id: int, out: Any) -> Any:
+        """After a layer's prefill: what it returned, with the states taken back after the last."""
+        if layer_id == self.replay.last_layer:
+            self.replay.after_extend(self.forward_metadata.mamba_cache_indices)
+        return out
+
+
+class _DeltaKernel:
+    """A decode kernel for SGLang's dispatchers of GDN and KDA."""
+
+    supports_packed_decode = True
+    supports_packed_decode_safe_gate = True
+
+    def __init__(self, replay: SlotReplay) -> None:
+        self.replay = replay
+        self.layer = -1
+
+    def packed_decode(
+        self, mixed_qkv: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """Outputs ``[1, batch, heads, dim]`` of ``q | k | v [batch, channels]`` and raw gates."""
+        spec: Any = self.replay.pool.spec
+        batch = mixed_qkv.shape[0]
+        keys = spec.key_heads * spec.state
+        q, k, v = (
+            part.view(batch, 1, heads, -1)
+            for part, heads in zip(
+                mixed_qkv.split([keys, keys, spec.heads * spec.dim], dim=-1),
+                (spec.key_heads, spec.key_heads, spec.heads),
+                strict=True,
+            )
+        )
+        gate = [int(getattr(spec, name)) for name in spec.gate_dims]
+        y = self.replay.readout(
+            self.layer, q=q, k=k, v=v,
+            a=a.reshape(batch, 1, *gate), b=b.reshape(batch, 1, spec.heads),
+        )  # fmt: skip
+        return y.transpose(0, 1)
+
+
+@contextlib.contextmanager
+def _decode_by_triton(runner: Any) -> Iterator[None]:
+    """Their dispatchers refuse a name that they do not know: show them one that they do."""
+    given = runner.linear_attn_backends
+    triton = type(given.decode).TRITON
+    runner.linear_attn_backends = type(given)(
+        decode=triton, prefill=given.prefill, verify=given.verify
+    )
+    try:
+        yield
+    finally:
+        runner.linear_attn_backends = given
+
+
+def _delta(theirs: Any, family: Family) -> type[Any]:
+    class ReplayDelta(_Replayed, theirs):
+        def __init__(self, model_runner: Any) -> None:
+            with _decode_by_triton(model_runner):
+                super().__init__(model_runner)
+            self.replay = _make_replay(self, model_runner, family)
+            kernel = _DeltaKernel(self.replay)
+            self.kernel_dispatcher.decode_kernel = kernel
+            self.kernel_dispatcher.supports_packed_decode = True
+            self.kernel_dispatcher.supports_packed_decode_safe_gate = True
+            self._replay_kernel = kernel
+
+        def forward_decode(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+            self._replay_kernel.layer = layer.layer_id
+            # Kimi's kernel that fuses the recurrence with its neighbours would pass us by.
+            if getattr(layer, "_k3_fused_decode_args", None) is not None:
+                layer._k3_fused_decode_args = None
+            return super().forward_decode(layer, *args, **kwargs)
+
+        def forward_extend(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
+            return self._extended(layer.layer_id, super().forward_extend(layer, *args, **kwargs))
+
+        def supports_prefill_graph_extend(self) -> bool:
+            return False  # its graphs hold no fold
+
+    ReplayDelta.__name__ = ReplayDelta.__qualname__ = f"Replay{theirs.__name__}"
+    return ReplayDelta
+
+
+def _gdn(theirs: Any) -> type[Any]:
+    return _delta(theirs, "gdn")
+
+
+def _kda(theirs: Any) -> type[Any]:
+    return _delta(theirs, "kda")
+
+
+class _StateUpdate:
+    """In the place of SGLang's selective state update: ours in planned decode steps."""
+
+    def __init__(self, inner: Any, replay: SlotReplay) -> None:
+        self.inner, self.replay = inner, replay
+        self.layer: int | None = None  # whose decode is running, if it is ours
+
+    @property
+    def name(self) -> str:
+        return f"{self.inner.name}, decode by replayinfer"
+
+    def install(self) -> None:
+        """Take the place of whatever SGLang calls; it makes that once, at a moment of its own."""
+        dispatch: Any = sys.modules["sglang.kernels.ops.mamba.triton_ops.ssu_dispatch"]
+        if dispatch._mamba_ssu_backend is not self:
+            self.inner = dispatch._mamba_ssu_backend
+            dispatch._mamba_ssu_backend = self
+
+    def __call__(
+        self, state: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, A: Any, B: torch.Tensor,
+        C: torch.Tensor, D: Any = None, z: torch.Tensor | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        if self.layer is None:
+            self.inner(state, x, dt, A, B, C, D=D, z=z, **options)
+            return
+        inputs = {"x": x, "dt": dt[..., 0], "B": B, "C": C}  # dt is the same in a whole head
+        if z is not None:
+            inputs["z"] = z
+        self.replay.readout(
+            self.layer, out=options["out"][:, None], **{n: t[:, None] for n, t in inputs.items()}
+        )
+
+
+def _mamba2(theirs: Any) -> type[Any]:
+    class ReplayMamba2(_Replayed, theirs):
+        def __init__(self, model_runner: Any) -> None:
+            super().__init__(model_runner)
+            self.replay = _make_replay(self, model_runner, "mamba2")
+            self._update = _StateUpdate(None, self.replay)
+
+        def forward(
+            self, mixer: Any, hidden_states: Any, output: Any, layer_id: int, forward_batch: Any,
+            *args: Any, **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            call = (mixer, hidden_states, output, layer_id, forward_batch, *args)
+            if not forward_batch.logical_forward_mode.is_decode():
+                return self._extended(layer_id, super().forward(*call, **kwargs))
+            self._update.install()
+            # Their copies into track slots come after every layer, before our fold.
+            mask, forward_batch.mamba_track_mask = forward_batch.mamba_track_mask, None
+            self._update.layer = layer_id
+            try:
+                out = super().forward(*call, **kwargs)
+            finally:
+                self._update.layer = None
+                forward_batch.mamba_track_mask = mask
+            slots = self.forward_metadata.mamba_cache_indices
+            self._track_mamba_state_decode(forward_batch, None, None, slots, layer_id)
+            return out
+
+    ReplayMamba2.__name__ = ReplayMamba2.__qualname__ = f"Replay{theirs.__name__}"
+    return ReplayMamba2
