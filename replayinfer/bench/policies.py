@@ -23,6 +23,7 @@ from ..planner import HostPlanner, Plan
 from ..pools import StatePool
 from ..spec import LayerSpec
 from ..testing import initial_states
+from .origin import commit, now
 from .work import make_tokens, make_weights
 
 __all__ = ["ARRIVALS", "PolicyReport", "PolicyRow", "StepClock", "bench_policies"]
@@ -66,8 +67,11 @@ class PolicyReport:
     """What `bench_policies` returns."""
 
     command: str
+    commit: str
     device: str
     torch: str
+    triton: str
+    date: str
     rows: list[PolicyRow] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,8 +80,9 @@ class PolicyReport:
     def markdown(self) -> str:
         """The rows as a table."""
         lines = [
-            f"`{self.command}`\n\n{self.device}, torch {self.torch}. Microseconds a layer of the "
-            "recurrent layers of a step, folds included, one CUDA graph, over all steps.\n",
+            f"`{self.command}`\n\n{self.device}, torch {self.torch}, triton {self.triton}, commit "
+            f"{self.commit}, {self.date}. Microseconds a layer of the recurrent layers of a step, "
+            "folds included, one CUDA graph, over all steps.\n",
             "| arrivals | policy | batch | L | format | p50 | p99 | max | p99 / p50 | folds, p99 |",
             "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
         ]
@@ -188,7 +193,9 @@ def bench_policies(
         policies = ("full", "spread", f"deadline:{-(-3 * batch // (2 * capacity))}")
     policies = tuple(policies)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    report = PolicyReport(command, name, torch.__version__)
+    import triton
+
+    report = PolicyReport(command, commit(), name, torch.__version__, triton.__version__, now())
     for kind in arrivals:
         for policy in policies:
             pool = StatePool(

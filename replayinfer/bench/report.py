@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ..figures import two_panels
 
 if TYPE_CHECKING:
+    from .policies import PolicyReport
     from .run import BenchReport
 
-__all__ = ["kept", "markdown_table", "plot", "scopes", "shape"]
+__all__ = ["kept", "markdown_table", "plot", "plot_policies", "scopes", "shape"]
 
 _SCOPES = {
     "ssm": "The state's step alone",
@@ -114,4 +115,35 @@ def plot(report: BenchReport, path: Path) -> None:
             axis.set(xscale="log", xlabel="batch", title=title)
             axis.grid(alpha=0.3)
         right.set_ylim(0, 1.05)
+        right.legend(fontsize=8)
+
+
+def plot_policies(report: PolicyReport, path: Path) -> None:
+    """Median and 99th percentile of a step, by arrivals and policy, and their ratio.
+
+    Raises
+    ------
+    UnsupportedError
+        matplotlib is not installed (extra ``bench``).
+    """
+    arrivals = list(dict.fromkeys(row.arrivals for row in report.rows))
+    policies = list(dict.fromkeys(row.policy for row in report.rows))
+    width = 0.8 / len(policies)
+    with two_panels(path) as (left, right):
+        for i, policy in enumerate(policies):
+            rows = [row for row in report.rows if row.policy == policy]
+            places = [arrivals.index(row.arrivals) + (i + 0.5) * width - 0.4 for row in rows]
+            left.bar(places, [row.p50_us for row in rows], width, color=f"C{i}", label=policy)
+            above = [row.p99_us - row.p50_us for row in rows]
+            medians = [row.p50_us for row in rows]
+            left.bar(places, above, width, bottom=medians, color=f"C{i}", alpha=0.4)
+            right.bar(places, [row.tail for row in rows], width, color=f"C{i}", label=policy)
+        for axis, title in (
+            (left, "microseconds a layer and step: median, and up to the 99th percentile"),
+            (right, "99th percentile / median"),
+        ):
+            axis.set_xticks(range(len(arrivals)), arrivals)
+            axis.set_title(title, fontsize=10)
+            axis.grid(alpha=0.3, axis="y")
+        right.axhline(1.0, color="gray", linewidth=1)
         right.legend(fontsize=8)

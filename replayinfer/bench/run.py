@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import gc
 import math
 import os
-import subprocess
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -18,6 +16,7 @@ from ..cost import accepted_mean
 from ..errors import UnsupportedError
 from ..formats import CheckpointFormat, get_format
 from ..spec import LayerSpec
+from .origin import commit, now
 from .peers import Bound, Scope, Variant, describe, standard_kernels
 from .replay import ReplaySteps, bytes_per_step, make_steps
 from .timing import capture, interleaved, read_ceiling_tbps
@@ -131,12 +130,12 @@ def run_bench(
 
     report = BenchReport(
         command=command,
-        commit=_commit(),
+        commit=commit(),
         device=torch.cuda.get_device_name(device),
         torch=torch.__version__,
         triton=triton.__version__,
         read_ceiling_tbps=round(read_ceiling_tbps(device), 3),
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        date=now(),
     )
     verdicts = _Verdicts(device)
     for case in cases:
@@ -305,13 +304,3 @@ def _row(
         "bytes_per_sequence_and_layer": ours.memory_per_sequence,
         "peers": {name: round(micros, 2) for name, micros in sorted(peers.items())},
     }  # fmt: skip
-
-
-def _commit() -> str:
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()

@@ -18,7 +18,7 @@ from ..bench import BenchCase, BenchReport, run_bench
 from ..bench.peers import Scope
 from ..bench.plan import bench_plans
 from ..bench.policies import bench_policies
-from ..bench.report import kept, markdown_table, plot, scopes
+from ..bench.report import kept, markdown_table, plot, plot_policies, scopes
 from ..bench.report import shape as shape_of
 from ..cost import best_capacity
 from ..formats import get_format
@@ -216,6 +216,7 @@ def _policies(
         out.mkdir(parents=True, exist_ok=True)
         (out / f"{name or 'policies'}.json").write_text(text + "\n")
         (out / f"{name or 'policies'}.md").write_text(report.markdown())
+        plot_policies(report, out / f"{name or 'policies'}.png")
     print(text if json else report.markdown(), end="\n" if json else "")
     return 0
 

@@ -56,20 +56,21 @@ class KernelConstants:
 
 # Source: docs/benchmarks/*.json, rows of scope `ssm` with windows of one token that were not
 # direct. `fold` is from "What bounds the large batches" in docs/benchmarks/README.md: 20, 17 and
-# 46 us of folds at batch 256, whose bytes need 16.0, 8.6 and 17.3 us. Given that, `many_us` and
+# 35 us of folds at batch 256, whose bytes need 16.0, 8.6 and 17.3 us. Given that, `many_us` and
 # `read` fit the rows of batch 32 and above with least relative squares, and `one_us` is what is
-# left of batch 1. `python -m replayinfer.cost.calibrate docs/benchmarks/*.json` prints them.
+# left of batch 1 (of the delta rules, before that went direct). `python -m
+# replayinfer.cost.calibrate docs/benchmarks/*.json` prints them.
 KERNELS: Mapping[str, KernelConstants] = {
-    "mamba2": KernelConstants(one_us=3.20, many_us=5.80, read=0.921, fold=0.80),
-    "gdn": KernelConstants(one_us=3.74, many_us=7.56, read=0.962, fold=0.51),
-    "kda": KernelConstants(one_us=4.53, many_us=8.56, read=0.864, fold=0.375),
+    "mamba2": KernelConstants(one_us=3.19, many_us=5.73, read=0.918, fold=0.80),
+    "gdn": KernelConstants(one_us=3.74, many_us=7.60, read=0.977, fold=0.51),
+    "kda": KernelConstants(one_us=4.53, many_us=7.93, read=0.858, fold=0.49),
 }
 
 # Source: `baseline_us` of the same rows, the fastest standard kernel that was installed.
 STANDARD: Mapping[str, KernelConstants] = {
-    "mamba2": KernelConstants(one_us=2.38, many_us=2.27, read=0.869, fold=0.0),
-    "gdn": KernelConstants(one_us=3.04, many_us=3.94, read=0.940, fold=0.0),
-    "kda": KernelConstants(one_us=2.63, many_us=4.08, read=0.923, fold=0.0),
+    "mamba2": KernelConstants(one_us=2.38, many_us=2.25, read=0.869, fold=0.0),
+    "gdn": KernelConstants(one_us=3.07, many_us=3.96, read=0.919, fold=0.0),
+    "kda": KernelConstants(one_us=2.71, many_us=4.12, read=0.917, fold=0.0),
 }
 
 
@@ -100,7 +101,7 @@ class StepCost:
     >>> from replayinfer import Mamba2Spec
     >>> cost = StepCost.of(Mamba2Spec(heads=128, dim=64, state=128, groups=8), gpu="h200")
     >>> round(cost.standard_us(256) / cost.steady_us(256, capacity=32), 1)
-    3.2
+    3.1
     """
 
     spec: LayerSpec

@@ -196,6 +196,7 @@ def test_without_a_gpu_nothing_is_timed(capsys, backend, tmp_path):
 
 
 def test_policies_are_a_table_and_files(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     from replayinfer.bench import policies
 
     seen = []
@@ -203,7 +204,7 @@ def test_policies_are_a_table_and_files(monkeypatch, tmp_path, capsys):
     def measure(spec, **options):
         seen.append((spec.heads, options["batch"], options["format"], options["capacity"]))
         row = policies.PolicyRow("full", "steady", 8, 16, "bf16", 1, 9, 1.0, 2.0, 3.0, 2.0, 4, 5)
-        return policies.PolicyReport(options["command"], "GPU", "2", [row])
+        return policies.PolicyReport(options["command"], "c", "GPU", "2", "3", "today", [row])
 
     monkeypatch.setattr("replayinfer.cli.bench.bench_policies", measure)
     flags = ["--policies", "--batch", "8,9", "--format", "bf16,fp32", "--capacity", "16"]
@@ -212,3 +213,4 @@ def test_policies_are_a_table_and_files(monkeypatch, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["rows"][0]["tail"] == 2.0
     assert "| steady | full | 8 | 16 | bf16 |" in (tmp_path / "policies.md").read_text()
     assert json.loads((tmp_path / "policies.json").read_text())["device"] == "GPU"
+    assert (tmp_path / "policies.png").stat().st_size

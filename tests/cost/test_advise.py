@@ -69,7 +69,7 @@ def test_it_says_where_replay_does_not_pay():
     assert [(row["batch"], row["pays"]) for row in advice["rows"]] == [(1, False), (256, True)]
     (refused,) = advice["does_not_pay"]
     assert refused["batch"] == 1
-    assert "latency of a layer is 4.5 us against 2.6" in refused["why"]
+    assert "latency of a layer is 4.5 us against 2.7" in refused["why"]
 
 
 def test_the_fastest_lossless_format_is_chosen():
