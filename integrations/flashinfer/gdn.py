@@ -58,6 +58,7 @@ def gated_delta_rule_decode_pretranspose(
     -----
     A negative index in `initial_state_indices` gives zeros and writes nothing, for bfloat16 states
     too, where FlashInfer's kernel uses slot 0 for it; in `output_state_indices` it is not written.
+    An output slot must not be another sequence's initial one.
     """
     if backend not in ("auto", "flashinfer"):
         raise UnsupportedError(f"backend: got {backend!r}; allowed auto, flashinfer; pick one")

@@ -67,7 +67,8 @@ def selective_state_update(
     -----
     `algorithm` is checked and has no effect: there is one kernel. A pad in
     `state_batch_indices` gives the outputs from a zero state and writes no state; one in
-    `dst_state_batch_indices` is not written; an index outside the states counts as a pad.
+    `dst_state_batch_indices` is not written; an index outside the states counts as a pad. A
+    destination must not be another sequence's source: which of the two is first is not defined.
     """
     _require_choice("algorithm", algorithm, _ALGORITHMS)
     _require_choice("backend", backend, ("auto", "flashinfer"))

@@ -142,6 +142,8 @@ class RingPool:
 
     def free(self, slots: Sequence[int]) -> None:
         self._require_live(slots, "free")
+        if self._planned is not None and set(slots) & set(self._planned.tolist()):
+            raise PlanError(f"free: got {list(slots)} in a step; allowed after commit; finish it")
         self._free += [int(slot) for slot in slots]
 
     def tokens(self, slot: int) -> int:
@@ -153,7 +155,7 @@ class RingPool:
         """Say which slots the next step moves; the rest of `bucket` rows are pads.
 
         A step of a bucket may be captured in a CUDA graph: it reads slots and cursors at addresses
-        that stay, and this call writes them.
+        that stay, and this call writes them. After a replay call `replayed`.
         """
         if self._planned is not None:
             raise PlanError("plan: got a second plan; allowed after commit or abort; finish it")
@@ -208,6 +210,11 @@ class RingPool:
         )  # fmt: skip
         self._ran.add(layer)
         return out
+
+    def replayed(self) -> None:
+        """Say that a CUDA graph in which `run` of every layer was captured ran for this plan."""
+        self._require_planned("replayed")
+        self._ran = set(self.layers)
 
     def commit(self, accepted: ArrayLike | None = None) -> None:
         """Keep the first `accepted` tokens of each window, by default all of it."""

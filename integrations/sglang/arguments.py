@@ -12,6 +12,12 @@ __all__ = ["BACKEND", "chosen", "require_supported"]
 BACKEND = "replayinfer"
 _FLAG = f"--linear-attn-decode-backend {BACKEND}"
 
+
+def _decode_graph(config: Any) -> str | None:
+    """The backend of decode graphs in SGLang's ``cuda_graph_config``."""
+    return getattr(getattr(config, "decode", None), "backend", None)
+
+
 # Argument, when it is refused, why, and what to do.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     (
@@ -86,6 +92,21 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "drop --enable-pdmux",
     ),
     (
+        "use_ray", bool,
+        "no Ray: its actors load no plugins, so the decode would silently be SGLang's own",
+        "drop --use-ray",
+    ),
+    (
+        "cuda_graph_config", lambda v: _decode_graph(v) == "breakable",
+        "decode graphs in one piece: a broken one loses the step's plan between its pieces",
+        "use --cuda-graph-backend-decode full",
+    ),
+    (
+        "debug_cuda_graph", bool,
+        "decode graphs in one piece: a broken one loses the step's plan between its pieces",
+        "drop --debug-cuda-graph",
+    ),
+    (
         "device", lambda v: v not in (None, "cuda", "cpu"),
         "NVIDIA GPUs, and a CPU for tests",
         "use --device cuda",
@@ -122,7 +143,7 @@ def require_supported(arguments: Any) -> None:
     for name, refused, why, advice in _REFUSED:
         value = getattr(arguments, name, None)
         if refused(value):
-            got = "" if value is True else f" {value}"
+            got = f" {value}" if isinstance(value, (str, int)) and value is not True else ""
             raise UnsupportedError(
                 f"{_FLAG}: got {_flag(name)}{got}; allowed {why}; {advice}, or serve with another "
                 "decode backend"

@@ -20,13 +20,17 @@ from .layers import Family, read_layers
 from .options import Options
 from .slots import SlotReplay, row_bytes_per_slot
 
-__all__ = ["current", "extra_slot_bytes", "wrap_attention_backend"]
+__all__ = ["charge", "current", "extra_slot_bytes", "wrap_attention_backend"]
 
 _GDN = "sglang.srt.layers.attention.linear.gdn_backend"
 _KDA = "sglang.srt.layers.attention.linear.kda_backend"
 _HYBRID = "sglang.srt.layers.attention.hybrid_linear_attn_backend"
 
+# Recurrent layers of other kinds that SGLang counts among these.
+_OTHERS = ("Lfm2", "MambaForCausalLM", "FalconMamba", "Zaya", "Inkling", "Jet")
+
 _current: SlotReplay | None = None
+_charged = 0  # bytes of a slot, in SGLang's budget
 
 
 def current() -> SlotReplay | None:
@@ -44,13 +48,14 @@ def family_of(model_config: Any) -> Family:
     """
     from sglang.srt.configs import hybrid_arch
 
-    if hybrid_arch.hybrid_gdn_config(model_config) is not None:
-        return "gdn"
-    if hybrid_arch.mamba2_config(model_config) is not None:
-        return "mamba2"
-    if hybrid_arch.hybrid_kda_config(model_config) is not None:
-        return "kda"
     names = getattr(model_config.hf_config, "architectures", None) or ["a model"]
+    if not names[0].startswith(_OTHERS):
+        if hybrid_arch.hybrid_gdn_config(model_config) is not None:
+            return "gdn"
+        if hybrid_arch.mamba2_config(model_config) is not None:
+            return "mamba2"
+        if hybrid_arch.hybrid_kda_config(model_config) is not None:
+            return "kda"
     raise UnsupportedError(
         f"model: got {names[0]}, which has no recurrent layers of a kind that is replayed; allowed "
         "models with GDN, KDA or Mamba-2 layers; serve without --linear-attn-decode-backend"
@@ -64,6 +69,13 @@ def extra_slot_bytes(configurator: Any) -> int:
     return row_bytes_per_slot(
         layers.spec, len(layers.modules), states, configurator.model_dtype, Options.read()
     )
+
+
+def charge(configurator: Any) -> int:
+    """`extra_slot_bytes`, and remember that it was asked for."""
+    global _charged
+    _charged = extra_slot_bytes(configurator)
+    return _charged
 
 
 def wrap_attention_backend(original: Callable[..., Any], runner: Any, full: Any) -> Any:
@@ -120,8 +132,12 @@ def _make_replay(backend: Any, runner: Any, family: Family) -> SlotReplay:
             "[layers, slots, ...]; serve with another decode backend"
         )
     replay = SlotReplay(layers, order, states, runner.dtype, Options.read())
-    charged = extra_slot_bytes_of(replay)
-    assert replay.nbytes <= charged * states.shape[1], "more is held than was charged"
+    if replay.nbytes > _charged * states.shape[1]:
+        raise UnsupportedError(
+            f"memory: got {replay.nbytes} bytes of rows and cursors for {states.shape[1]} slots; "
+            f"allowed the {_charged} a slot that were charged to SGLang's budget; serve with "
+            "another decode backend"
+        )
     pool.register_slot_state(replay)
     _current = replay
     ours, theirs = (n / 2**30 for n in (replay.nbytes, states.nbytes))
@@ -131,14 +147,6 @@ def _make_replay(backend: Any, runner: Any, family: Family) -> SlotReplay:
         f"{replay.backend.name}; rows and cursors take {ours:.3f} GiB beside {theirs:.3f} GiB"
     )
     return replay
-
-
-def extra_slot_bytes_of(replay: SlotReplay) -> int:
-    """What `extra_slot_bytes` charged for a slot of this replay."""
-    pool = replay.pool
-    states = pool.checkpoints.lent
-    assert states is not None
-    return row_bytes_per_slot(pool.spec, len(pool.layers), states.dtype, pool.dtype, replay.options)
 
 
 def _say(line: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -73,6 +74,20 @@ class Options:
             format=env.get("REPLAYINFER_SGLANG_FORMAT", "").strip() or "auto",
             policy=env.get("REPLAYINFER_SGLANG_POLICY", "").strip() or "spread",
         )
+
+    def require_for(self, arguments: Any) -> None:
+        """Refuse server arguments that these options contradict.
+
+        Raises
+        ------
+        UnsupportedError
+            Deterministic inference with a policy by which a sequence's bits depend on its batch.
+        """
+        if getattr(arguments, "enable_deterministic_inference", False) and self.policy != "full":
+            raise UnsupportedError(
+                f"REPLAYINFER_SGLANG_POLICY: got {self.policy}; allowed full beside "
+                "--enable-deterministic-inference, since other policies fold by the batch; set it"
+            )
 
     def format_for(self, states: torch.dtype, activations: torch.dtype) -> str:
         """The checkpoint format of a pool's states.

@@ -34,6 +34,7 @@ _UPDATES = (
     "load_weights_from_distributed",
     "update_weights_from_tensor",
     "update_weights_from_ipc",
+    "end_weight_update",  # of a session that wrote them from outside
 )
 _MARK = "_replayinfer"
 
@@ -49,15 +50,15 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     _reason = _version_problem()
-    if _reason is None:
-        from sglang.srt.arg_groups.choices import add_linear_attn_kernel_backend_choices
-
-        add_linear_attn_kernel_backend_choices([arguments.BACKEND])
     HookRegistry.register(_PUBLISH, _marked(_published), HookType.AFTER)
     HookRegistry.apply_hooks()
     if not _took(_PUBLISH):
         _reason = _missing([_PUBLISH])
         logging.getLogger(__name__).error("replayinfer: %s", _reason)
+    elif _reason is None:  # only now: nothing would look at a choice that was made
+        from sglang.srt.arg_groups.choices import add_linear_attn_kernel_backend_choices
+
+        add_linear_attn_kernel_backend_choices([arguments.BACKEND])
 
 
 def _version_problem() -> str | None:
@@ -81,7 +82,7 @@ def _published(result: Any, server_args: Any, *, role: str, **options: Any) -> N
     from .options import Options
 
     arguments.require_supported(resolved_view(server_args))
-    Options.read()
+    Options.read().require_for(server_args)
     if role == "tokenizer":
         _require_recurrent_layers(server_args)
     if role == "scheduler":
@@ -120,9 +121,9 @@ def _apply() -> None:
 
 def _charge(configurator: Any, *args: Any, **kwargs: Any) -> None:
     """Before SGLang divides the memory: what our part of a state slot takes."""
-    from .backends import extra_slot_bytes
+    from .backends import charge
 
-    configurator.extra_mamba_cache_bytes_per_req = extra_slot_bytes(configurator)
+    configurator.extra_mamba_cache_bytes_per_req = charge(configurator)
 
 
 def _report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:

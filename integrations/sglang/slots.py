@@ -125,10 +125,19 @@ class SlotReplay:
         self._pages = self.pool.sizes.pages_per_sequence
         self._plan: Plan | None = None
         self.last_layer = order[-1]
+        self._slots = slots
+        self._bound = False
         self.bind()
 
     def bind(self) -> None:
-        """Take the layers' parameters, again after the model's weights were updated."""
+        """Take the layers' parameters, again after the model's weights were updated.
+
+        Rows that are pending were made with the old ones, which fold them.
+        """
+        if self._bound:
+            self._drop()
+            self.fold_now(torch.arange(1, self._slots, device=self._plain.device))
+        self._bound = True
         for layer in self.pool.layers:
             self.pool.bind(layer, **self.layers.weights(layer))
 
@@ -238,7 +247,7 @@ class SlotReplay:
 
     def get_cpu_slots(self, indices: torch.Tensor) -> _Saved:
         """Our part of slots that go to the host."""
-        at = indices.long()
+        at = indices.long().reshape(-1)  # SGLang gives one slot without an axis
         pages = self._input_pages(at)
         fields = self.pool.inputs.fields.items()
         return _Saved(
@@ -249,7 +258,7 @@ class SlotReplay:
 
     def load_cpu_slots(self, data: _Saved, indices: torch.Tensor) -> None:
         """The inverse of `get_cpu_slots`, into other slots perhaps."""
-        at = indices.long()
+        at = indices.long().reshape(-1)
         pages = self._input_pages(at)
         self._history[at] = data.history.to(at.device)
         self._plain[at] = data.plain.to(at.device)

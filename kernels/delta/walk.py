@@ -41,7 +41,7 @@ def _walk_kernel(
     BLOCKS: tl.constexpr = (DIM + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)  # all of the grid on axis 0
     block = pid % BLOCKS
-    h = pid // BLOCKS % heads
+    h = (pid // BLOCKS % heads).to(tl.int64)  # a head's states may lie far apart
     b = (pid // BLOCKS // heads).to(tl.int64)
     key_head = h // ratio
     d = block * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -63,7 +63,7 @@ def _walk_kernel(
                 t += 1
         return
 
-    in_state = h * stride_state_h + d[:, None] * stride_state_d + n[None, :]
+    in_state = h * stride_state_h + d[:, None].to(tl.int64) * stride_state_d + n[None, :]
     state = tl.load(state_ptr + slot * stride_state_slot + in_state, mask=in_tile, other=0.0)
     state = state.to(tl.float32)
     q_ptr += b * stride_q_b + key_head * stride_q_h + n
@@ -87,7 +87,7 @@ def _walk_kernel(
         y = tl.sum(state * q[None, :], axis=1)
         tl.store(y_ptr + t * stride_y_t, round_to(y, y_ptr.dtype.element_ty), mask=in_d)
         if each_ptr is not None:
-            at = b * stride_each_b + t * stride_each_t + h * (DIM * STATE)
+            at = b * stride_each_b + t.to(tl.int64) * stride_each_t + h * (DIM * STATE)
             at += d[:, None] * STATE + n[None, :]
             tl.store(each_ptr + at, encode(state, each_ptr.dtype.element_ty), mask=in_tile)
         if WRITE == "each":

@@ -69,14 +69,18 @@ def _delta_prepass(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
 
 
 @_of("fold", "gdn", "kda")
-@_of("fold32", "gdn", "kda")
 def _delta_fold(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
+    if spec.family == "kda" and fmt == "fp32_split" and not spec.dim % 64 and spec.state <= 128:
+        yield LaunchConfig(programs_per_sm=2)  # of more rows it takes minutes to compile
+    yield from _long_delta_fold(spec, fmt)
+
+
+@_of("fold32", "gdn", "kda")
+def _long_delta_fold(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
     if spec.dim % 64:
         for columns, programs in ((32, 8), (64, 8), (32, 12), (32, 16)):
             yield LaunchConfig(num_warps=1, rows=16, columns=columns, programs_per_sm=programs)
         return
-    if spec.family == "kda" and fmt == "fp32_split" and spec.state <= 128:
-        yield LaunchConfig(programs_per_sm=2)
     for columns, programs, registers in (
         (32, 2, 0), (32, 3, 168), (32, 4, 128), (64, 2, 0), (64, 3, 168), (64, 4, 128),
     ):  # fmt: skip

@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.decay import exact_decay
 from ..common.dot import add_terms
 from ..common.gates import silu, softplus
 from ..common.split import round_to
@@ -62,7 +63,7 @@ def _ring_kernel(
     BLOCKS: tl.constexpr = (DIM + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)  # all of the grid on axis 0
     block = pid % BLOCKS
-    h = pid // BLOCKS % heads
+    h = (pid // BLOCKS % heads).to(tl.int64)  # a head's states may lie far apart
     b = (pid // BLOCKS // heads).to(tl.int64)
     group = h // heads_per_group
     d = block * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -100,7 +101,7 @@ def _ring_kernel(
     history = tl.load(history_ptr + slot * stride_history)
     history = tl.minimum(tl.maximum(history, 0), capacity)
     live = j < history
-    at_row = (start + j) % length
+    at_row = ((start + j) % length).to(tl.int64)
 
     # Everything is loaded before anything is stored.
     at_state = slot * stride_state_slot + h * stride_state_h + d[:, None] * STATE + n[None, :]
@@ -165,13 +166,15 @@ def _ring_kernel(
     if history + tokens > capacity:
         weight = tl.exp(rate * after) * old_dt
         weighted = tl.where(live, weight, 0.0)[:, None] * old_x.to(tl.float32)
-        folded = tl.exp(rate * whole) * state.to(tl.float32)
+        total = rate * whole
+        decay = tl.where(total > 0.0, tl.exp(total), exact_decay(total))  # for fold after fold
+        folded = decay * state.to(tl.float32)
         folded += _product(tl.trans(weighted), old_b, INTERPRET)
         tl.debug_barrier()  # every thread has what it loaded of the state
         store_rows(state_ptr, scale_ptr, at_state, at_scale, folded, in_tile, in_d, LARGEST)
 
     # Behind the history, which no program reads.
-    to_row = (start + history + t) % length
+    to_row = ((start + history + t) % length).to(tl.int64)
     tl.store(row_x_ptr + to_row[:, None] * stride_row_x_row + d[None, :], x, mask=in_td)
     if block == 0:
         tl.store(row_dt_ptr + to_row, dt, mask=in_t)

@@ -49,7 +49,9 @@ def store_rows(ptr, scale_ptr, at, row, state, mask, in_d, LARGEST: tl.constexpr
         tl.store(ptr + at, encode(state, ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["heads", "heads_per_group", "window", "slots", "pad"])
+@triton.jit(
+    do_not_specialize=["heads", "heads_per_group", "window", "columns", "slots", "entries", "pad"]
+)
 def _walk_kernel(
     y_ptr, state_ptr, x_ptr, dt_ptr, b_ptr, c_ptr, z_ptr, a_ptr, d_skip_ptr, dt_bias_ptr,
     scale_ptr, each_ptr, each_scale_ptr,
@@ -60,14 +62,14 @@ def _walk_kernel(
     stride_z_b, stride_z_t, stride_z_h, stride_scale_slot,
     stride_each_entry, stride_each_t, stride_each_scale_entry,
     stride_source_b, stride_source_t, stride_target_b, stride_target_t,
-    heads, heads_per_group, window, slots, pad,
+    heads, heads_per_group, window, columns, slots, entries, pad,
     DIM: tl.constexpr, STATE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
     SOFTPLUS: tl.constexpr, WRITE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (DIM + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)  # all of the grid on axis 0
     block = pid % BLOCKS
-    h = pid // BLOCKS % heads
+    h = (pid // BLOCKS % heads).to(tl.int64)  # a head's states may lie far apart
     b = (pid // BLOCKS // heads).to(tl.int64)
     group = h // heads_per_group
     d = block * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -92,7 +94,7 @@ def _walk_kernel(
         column = b * 0
         if accepted_ptr is not None:
             column = tl.maximum(tl.load(accepted_ptr + b).to(tl.int64) - 1, 0)
-            column = tl.minimum(column, window - 1)
+            column = tl.minimum(column, columns - 1)
         at = b * stride_source_b + column * stride_source_t
         slot = tl.load(source_ptr + at).to(tl.int64)
     live = (slot != pad) & (slot >= 0) & (slot < slots)
@@ -107,6 +109,8 @@ def _walk_kernel(
     entry = slot
     if entry_ptr is not None:
         entry = tl.load(entry_ptr + b).to(tl.int64)
+    kept = live & (entry >= 0) & (entry < entries)
+    entry = tl.where(kept, entry, 0)
 
     y_ptr += b * stride_y_b + first * stride_y_t + h * stride_y_h + d
     x_ptr += b * stride_x_b + first * stride_x_t + h * stride_x_h + d
@@ -130,10 +134,15 @@ def _walk_kernel(
             y *= silu(z.to(tl.float32))
         tl.store(y_ptr + t * stride_y_t, round_to(y, y_ptr.dtype.element_ty), mask=in_d)
         if each_ptr is not None:
-            at = entry * stride_each_entry + t * stride_each_t + h * (DIM * STATE) + in_head
+            at = (
+                entry * stride_each_entry
+                + t.to(tl.int64) * stride_each_t
+                + h * (DIM * STATE)
+                + in_head
+            )
             row = entry * stride_each_scale_entry + (t * heads + h) * DIM + d
             store_rows(
-                each_ptr, each_scale_ptr, at, row, state, in_tile & live, in_d & live, LARGEST
+                each_ptr, each_scale_ptr, at, row, state, in_tile & kept, in_d & kept, LARGEST
             )
         if WRITE == "each":
             target = tl.load(target_ptr + b * stride_target_b + t * stride_target_t).to(tl.int64)
@@ -211,7 +220,8 @@ def walk(
         0 if each is None else each.stride(0), 0 if each is None else each.stride(1),
         0 if each_scale is None else each_scale.stride(0),
         *pair(source), *pair(target),
-        heads, heads // b.shape[-2], window, state.shape[0], pad,
+        heads, heads // b.shape[-2], window, 1 if source is None else source.shape[1],
+        state.shape[0], 0 if each is None else each.shape[0], pad,
         DIM=dim, STATE=size, BLOCK_R=block_r, BLOCK_N=triton.next_power_of_2(size),
         SOFTPLUS=dt_softplus, WRITE=write,
         LARGEST=LARGEST.get(state.dtype, 0),

@@ -277,6 +277,11 @@ def test_order_and_arguments(rng):
         pool.commit()
     with pytest.raises(PlanError, match="fork: got slot"):
         pool.fork(slots[0])
+    with pytest.raises(PlanError, match=r"free: got .* in a step"):
+        pool.free(slots[:1])
+    pool.replayed()  # as after a CUDA graph that has the runs of every layer
+    pool.commit([0])
+    pool.plan(slots[:1])
     pool.abort()
     pool.free(slots[:1])
     with pytest.raises(InputError, match="free: got slots"):

@@ -161,6 +161,34 @@ def test_weights_are_taken_again(rng):
     torch.testing.assert_close(replay.pool.weights["A_log"], before + 0.5)
 
 
+def test_pending_rows_are_folded_with_the_weights_that_made_them(rng):
+    server = Server("mamba2", rng, capacity=8)
+    server.clear(1)
+    server.extend([1], 3)
+    server.decode([1])
+    server.decode([1])
+    with torch.no_grad():
+        for layer in LAYERS:
+            mixer = server.whole.model["layers"][layer]["mixer"]
+            mixer.A.sub_(0.5)
+            mixer.dt_bias.add_(0.7)
+    assert server.replay._history[1] == 2
+    server.replay.bind()
+    assert server.replay._history[1] == 0
+    torch.testing.assert_close(server.states[:, 1].double(), server.truth[1], rtol=1e-4, atol=1e-5)
+
+
+def test_one_slot_without_an_axis_goes_to_the_host_and_back(rng):
+    """As SGLang names the slot of a request."""
+    server = Server("gdn", rng, capacity=8)
+    server.clear(1, 2)
+    server.extend([1], 2)
+    server.decode([1])
+    kept = server.replay.get_cpu_slots(torch.tensor(1))
+    server.replay.load_cpu_slots(kept, torch.tensor(2))
+    assert server.replay._history[2] == server.replay._history[1] == 1
+
+
 # What the core lends itself for -----------------------------------------------------------------
 
 

@@ -30,6 +30,9 @@ REFUSED = {
     "enable_two_batch_overlap": True,
     "enable_pdmux": True,
     "device": "npu",
+    "use_ray": True,
+    "debug_cuda_graph": True,
+    "cuda_graph_config": namespace(decode=namespace(backend="breakable")),
     "linear_attn_backend": "replayinfer",
     "linear_attn_prefill_backend": "replayinfer",
     "linear_attn_verify_backend": "replayinfer",
@@ -155,6 +158,16 @@ def test_a_missing_first_hook_is_said(peer, caplog):
     del peer.context.publish
     plugin.register()
     assert "without sglang.srt.runtime_context.publish to hook" in caplog.text
+    assert peer.choices == []
+
+
+def test_deterministic_inference_needs_folds_that_know_no_batch(peer, monkeypatch):
+    plugin.register()
+    fixed = given(enable_deterministic_inference=True)
+    with pytest.raises(UnsupportedError, match="POLICY: got spread; allowed full"):
+        peer.context.publish(fixed, role="detokenizer")
+    monkeypatch.setenv("REPLAYINFER_SGLANG_POLICY", "full")
+    assert peer.context.publish(fixed, role="detokenizer") == "context"
 
 
 # Models -----------------------------------------------------------------------------------------

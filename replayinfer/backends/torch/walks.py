@@ -70,8 +70,9 @@ def mamba2_walk(
             if not live:
                 continue
             if each is not None:
-                place = (entries[i] if entry is not None else slot, t)
-                _store(each, each_scale, place, s)
+                place = entries[i] if entry is not None else slot
+                if 0 <= place < each.shape[0]:
+                    _store(each, each_scale, (place, t), s)
             if write == "each":
                 finals.append((targets[i][t], s))
         if live and tokens and write == "last":
@@ -175,7 +176,8 @@ def delta_walk(
         q, k = (m * norm_scale(m, norm_eps)[..., None] for m in (q, k))
     q = (q * query_scale).repeat_interleave(ratio, dim=2)
     k = k.repeat_interleave(ratio, dim=2)
-    decay = torch.exp(-torch.exp(a_log.float()) * softplus(gate.float() + dt_bias.float()))
+    rate = torch.exp(a_log.float()).clamp_max(torch.finfo(torch.float32).max)
+    decay = torch.exp(-rate * softplus(gate.float() + dt_bias.float()))
     strength = sigmoid(beta.float())
     finals: list[tuple[int, torch.Tensor]] = []
     for i, slot in enumerate(sources):
