@@ -77,14 +77,16 @@ def check_device_plan(pool: StatePool, plan: DevicePlan) -> None:
         It differs, or the host's own plan fails its checks.
     """
     rows = np.flatnonzero(plan.slots >= 0)
-    if (plan.fold[rows] & (plan.fold_rows[rows] == 0)).any():
+    if not plan.direct and (plan.fold[rows] & (plan.fold_rows[rows] == 0)).any():
         raise CheckError("plan: the device folds a sequence without rows")
     busy, unnamed = pool.cursors.busy.copy(), pool.cursors.unnamed
     pool.cursors.busy[:], pool.cursors.unnamed = False, 0
     try:
         # What folds early is the policy's affair: here it is told.
         planner = HostPlanner(pool)
-        want = planner.plan(plan.handles[rows], plan.windows[rows], force_fold=plan.fold[rows])
+        want = planner.plan(
+            plan.handles[rows], plan.windows[rows], force_fold=plan.fold[rows], direct=plan.direct
+        )
         try:
             check_plan(pool, want)
             for name in ("slot", "page", "history", "window", "conv_place", "table", "ancestors"):

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from . import debug, ops
 from .backends import Backend, select
 from .env import checks_enabled
-from .errors import InputError, PlanError, UnsupportedError
+from .errors import InputError, PlanError
 from .metrics import StepCounters
 from .planner import DevicePlan, DevicePlanner, HostPlanner, Plan, Policy
 from .pools import StatePool
@@ -40,7 +40,8 @@ class ReplayDecodeWrapper:
         tree, and the checkpoint pages that sharers need are free; other steps are replayed.
         ``"always"``: every step, and one that cannot is refused. ``plan.direct`` says what was
         chosen. A token whose layer ran in a direct step cannot be dropped again; see `commit` and
-        `abort`.
+        `abort`, and `DevicePlanner` for counts that only the device knows: where it may be told to
+        drop the one token of a window, ask for ``"never"``.
     planner : {"auto", "host", "device"}
         Who plans. ``"device"``: a kernel, from cursors on the device, so that a step needs neither
         the accepted counts of the one before it nor any other value on the host, and `plan`,
@@ -50,7 +51,7 @@ class ReplayDecodeWrapper:
     Attributes
     ----------
     counters : StepCounters
-        Of steps planned on the device only their number as they were enqueued.
+        Of steps planned on the device only their numbers as they were enqueued.
 
     Examples
     --------
@@ -83,12 +84,6 @@ class ReplayDecodeWrapper:
         self.backend = select(backend, pool)
         self._direct = _direct_steps(direct, pool, self.backend)
         if _on_device(planner, pool):
-            if direct not in ("auto", "never"):
-                raise UnsupportedError(
-                    f"direct: got {direct!r}; allowed auto or never, which are the same, where "
-                    "steps are planned on the device; use planner='host'"
-                )
-            self._direct = False
             self.planner: HostPlanner = DevicePlanner(
                 pool, cast(Any, self.backend), policy=policy, buckets=buckets
             )
@@ -300,6 +295,7 @@ class ReplayDecodeWrapper:
         pool, total = self.pool, self.counters
         if isinstance(plan, DevicePlan):
             total.steps += 1
+            total.direct_steps += plan.direct
             return
         layers = len(pool.layers)
         state = pool.spec.heads * pool.spec.dim * pool.spec.state * layers

@@ -1,8 +1,10 @@
 """Cursors on the device moved by a step: once its fold is enqueued, and at commit or abort.
 
 - *fold*: a sequence whose plan starts without rows, but which has some, folded them: its base takes
-  them, and it uses the pages that the plan gave it.
+  them, and it uses the pages that the plan gave it. So does one whose page a direct step copied.
 - *commit*: every history grows by its accepted count, clamped to ``0..window``.
+- *direct*: the commit of a direct step. Its tokens are in the states already, so bases grow
+  instead, and no rollback reaches behind them.
 - *abort*: nothing is accepted; a rollback may not reach rows whose place in the convolution ring
   the dropped window may have taken.
 
@@ -21,11 +23,12 @@ from .record import BASE, CHECKPOINT, HISTORY, TABLE, UNDO
 
 __all__ = ["Action", "move_cursors"]
 
-Action = Literal["fold", "commit", "abort"]
+Action = Literal["fold", "commit", "abort", "direct"]
 
 _ROWS = 128  # of a program; a row a thread, so that no row is read by one and written by another
-_FOLD, _COMMIT, _ABORT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_ACTIONS: dict[Action, int] = {"fold": 0, "commit": 1, "abort": 2}
+_FOLD, _COMMIT = tl.constexpr(0), tl.constexpr(1)
+_ABORT, _DIRECT = tl.constexpr(2), tl.constexpr(3)
+_ACTIONS: dict[Action, int] = {"fold": 0, "commit": 1, "abort": 2, "direct": 3}
 
 
 @triton.jit(
@@ -50,9 +53,10 @@ def _move_kernel(
     history = tl.load(record + HISTORY, mask=live, other=0)
     if ACTION == _FOLD:
         start = tl.load(history_ptr + i, mask=live, other=0)
-        folded = live & (start < history)
+        page = tl.load(page_ptr + i, mask=live, other=-1)
+        old_page = tl.load(record + CHECKPOINT, mask=live, other=-1)
+        folded = live & ((start < history) | (page != old_page))
         base = tl.load(wide + BASE, mask=folded, other=0)
-        page = tl.load(page_ptr + i, mask=folded, other=-1)
         tl.store(wide + BASE, base + history, mask=folded)
         tl.store(record + HISTORY, start, mask=folded)
         tl.store(record + CHECKPOINT, page, mask=folded)
@@ -62,17 +66,22 @@ def _move_kernel(
         tl.store(record[:, None] + TABLE + p, table, mask=both)
     else:
         window = tl.load(window_ptr + i, mask=live, other=0)
-        if ACTION == _COMMIT:
+        if ACTION == _ABORT:
+            undo = tl.load(record + UNDO, mask=live, other=0)
+            tl.store(record + UNDO, tl.minimum(undo, max_window - window), mask=live)
+        else:
             count = window
             if GIVEN:
                 count = tl.load(accepted_ptr + i, mask=live & (i < entries), other=0)
                 count = tl.minimum(tl.maximum(count, 0), window).to(tl.int32)
             tl.store(count_ptr + i, count, mask=in_bucket)
-            tl.store(record + HISTORY, history + count, mask=live)
-            tl.store(record + UNDO, count, mask=live)
-        else:
-            undo = tl.load(record + UNDO, mask=live, other=0)
-            tl.store(record + UNDO, tl.minimum(undo, max_window - window), mask=live)
+            if ACTION == _DIRECT:
+                base = tl.load(wide + BASE, mask=live, other=0)
+                tl.store(wide + BASE, base + count, mask=live)
+                tl.store(record + UNDO, tl.zeros_like(count), mask=live)
+            else:
+                tl.store(record + HISTORY, history + count, mask=live)
+                tl.store(record + UNDO, count, mask=live)
 
 
 def move_cursors(
@@ -91,8 +100,8 @@ def move_cursors(
 ) -> None:
     """Launch over a plan's arrays ``[bucket, ...]``, on `records` ``[slots, words]``.
 
-    A commit is of `accepted` ``[entries]``, or of whole windows, and `counts` ``[bucket]`` says
-    what it was; an abort takes `max_window`.
+    A commit, of a direct step too, is of `accepted` ``[entries]``, or of whole windows, and
+    `counts` ``[bucket]`` says what it was; an abort takes `max_window`.
     """
     bucket, pages = table.shape
     _move_kernel[(triton.cdiv(bucket, _ROWS),)](

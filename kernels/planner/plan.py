@@ -5,6 +5,9 @@ the batch in order, the fold list in the same order, and pads in all the rest of
 cursor moves. A sequence folds where its window does not fit (``h + T > L``), where it is told to,
 or early to spread the folds of later steps; it folds into the pages that it owns.
 
+*Direct* steps move states in place, so a sequence that takes a token folds whatever rows it has,
+and also where its checkpoint page is not its own: without rows that fold copies the page.
+
 *Spread*, without a sort: with ``q = ceil(n / (L // T))`` folds a step as the fair share, this step
 needs ``k = max_d (#{deadline <= d} - q d)``. Deadlines are below ``L + 1``, so counts by deadline
 give the last one that is taken as a whole, and how many of the next in batch order.
@@ -89,7 +92,7 @@ def _plan_step_kernel(
     count_ptr, source_ptr, target_ptr, rows_ptr, old_table_ptr, ancestor_ptr, handle_ptr,
     sequence_ptr, window_ptr, force_ptr, record_ptr, wide_ptr,
     entries, bucket, slots, uniform, most, capacity, ring,
-    WINDOWS: tl.constexpr, FORCE: tl.constexpr, SPREAD: tl.constexpr,
+    WINDOWS: tl.constexpr, FORCE: tl.constexpr, SPREAD: tl.constexpr, DIRECT: tl.constexpr,
     WORDS: tl.constexpr, PAGES: tl.constexpr, BLOCK_P: tl.constexpr,
     NODES: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
@@ -128,6 +131,8 @@ def _plan_step_kernel(
         if FORCE:
             chosen |= tl.load(force_ptr + i, mask=i < entries, other=0) != 0
         fold = chosen & (history > 0)
+        if DIRECT:  # own pages have no other holder, so the state may move in place
+            fold |= ((history > 0) | (page != own_page)) & (window > 0)
         at = folds + tl.cumsum(fold.to(tl.int32), 0) - 1
         folds += tl.sum(fold.to(tl.int32))
 
@@ -189,11 +194,12 @@ def plan_step(
     capacity: int,
     ring: int,
     spread: bool,
+    direct: bool = False,
 ) -> None:
     """Launch over a plan's arrays, from `sequences` ``[entries]`` and `records` ``[slots, words]``.
 
     `windows` ``[entries]`` are clamped to ``0..most``; without them every window is `uniform`.
-    `force` ``[entries]`` is bool or uint8.
+    `force` ``[entries]`` is bool or uint8. A `direct` step has windows of 0 or 1.
     """
     bucket, pages = table.shape
     nodes = ancestors.shape[1]
@@ -206,7 +212,7 @@ def plan_step(
         sequences, sequences if windows is None else windows, sequences if force is None else force,
         records, records.view(torch.int64),
         sequences.shape[0], bucket, records.shape[0], uniform, most, capacity, ring,
-        WINDOWS=windows is not None, FORCE=force is not None, SPREAD=spread,
+        WINDOWS=windows is not None, FORCE=force is not None, SPREAD=spread, DIRECT=direct,
         WORDS=records.shape[1], PAGES=pages, BLOCK_P=triton.next_power_of_2(pages),
         NODES=nodes, BLOCK_T=triton.next_power_of_2(max(nodes, 1)), ROWS=rows,
         BINS=max(triton.next_power_of_2(capacity + 1), 32),

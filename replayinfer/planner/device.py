@@ -43,6 +43,9 @@ class StepRequest:
     force : bool [entries], or None
     spread : bool
         Whether the policy is ``"spread"`` instead of ``"full"``.
+    direct : bool
+        Whether the step moves states in place: what takes a token folds all its rows, and leaves a
+        checkpoint page that it does not own. Nothing folds early then.
     """
 
     sequences: torch.Tensor
@@ -51,6 +54,7 @@ class StepRequest:
     uniform: int
     most: int
     spread: bool
+    direct: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,10 +83,20 @@ class CursorBackend(Protocol):
         """Write the whole of `step` but its counts; no cursor moves."""
 
     def fold_step(self, pool: StatePool, step: DeviceStep) -> None:
-        """Move the cursors of the sequences that fold."""
+        """Move the cursors of the sequences that fold, or leave a shared page without rows."""
 
-    def commit_step(self, pool: StatePool, step: DeviceStep, accepted: torch.Tensor | None) -> None:
-        """Advance histories by `accepted` ``[entries]``, clamped to 0..window, or by windows."""
+    def commit_step(
+        self,
+        pool: StatePool,
+        step: DeviceStep,
+        accepted: torch.Tensor | None,
+        *,
+        direct: bool = False,
+    ) -> None:
+        """Advance histories by `accepted` ``[entries]``, clamped to 0..window, or by windows.
+
+        A `direct` step advances bases instead.
+        """
 
     def abort_step(self, pool: StatePool, step: DeviceStep) -> None:
         """Drop the windows of a step that has folded."""
@@ -105,14 +119,17 @@ class DevicePlan(Plan):
         bucket: int,
         window: int,
         held: NDArray[np.int64] | None,
+        direct: bool = False,
+        taken: NDArray[np.int32] | None = None,
     ) -> None:
         self.pool = pool
         self.step = step
         self.arrays = step.arrays
         self.batch, self.bucket, self.window = batch, bucket, window
         self.held = held  # slots, where the host knows them
+        self.taken = taken  # tokens of a direct step by entry, where the host knows them
         self.parents = None
-        self.direct = False
+        self.direct = direct
         self.state = "planned"
         self.layers_run = set()
 
@@ -124,6 +141,11 @@ class DevicePlan(Plan):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         self._read()
         return self.__dict__[name]
+
+    @property
+    def moved(self) -> bool:
+        """Whether a direct step has begun; its windows, which only the device knows, may be 0."""
+        return self.direct and bool(self.layers_run)
 
     def ring_places(self) -> NDArray[np.int64]:
         return self._host(self.arrays.conv_place).astype(np.int64)
@@ -172,7 +194,11 @@ class DevicePlanner(HostPlanner):
       abort, the named ones refuse fork, rollback, seed and free, as on the host; while a plan made
       from a tensor is in progress, all sequences do. What is enqueued after a step takes effect
       after it. A freed sequence of a step that is not yet committed is left alone by the commit.
-    - No draft trees, no direct steps, and only the policies that have a name.
+    - A direct step needs no free page: a sequence copies a page that others hold into its own.
+      Once a layer has run, its commit takes the whole windows, whatever counts on the device say;
+      the host refuses others where it knows handles, windows and counts. To hold a sequence back,
+      give it a window of 0.
+    - No draft trees, and only the policies that have a name.
 
     Parameters
     ----------
@@ -248,22 +274,25 @@ class DevicePlanner(HostPlanner):
             Tokens per row of the step's tensors. If omitted the longest of `windows`, or the pool's
             `max_window` where they are on the device.
         force_fold : bool, bool array or Tensor, optional
-        parents, direct
+        parents
             Refused: plan those steps on the host.
+        direct : bool or function of the bucket
+            As on the host. Windows on the device can be those of a direct step only with
+            ``window=1``. What is chosen depends on the bucket and `window` alone, so that a CUDA
+            graph is always of one kind, and graphs of either kind may follow each other.
 
         Raises
         ------
         InputError, StaleHandleError, PlanError
             Nothing has changed then.
         UnsupportedError
-            Draft trees or a direct step.
+            Draft trees.
         """
         pool, cur = self.pool, self.pool.cursors
-        if parents is not None or direct is True:
-            what = "draft trees" if parents is not None else "a direct step"
+        if parents is not None:
             raise UnsupportedError(
-                f"plan: got {what}; allowed chains that are replayed, on the device; use a wrapper "
-                "with planner='host'"
+                "plan: got draft trees; allowed chains, on the device; use a wrapper with "
+                "planner='host'"
             )
         held = None
         if isinstance(sequences, torch.Tensor):
@@ -277,9 +306,11 @@ class DevicePlanner(HostPlanner):
             given = pool.upload(torch.from_numpy(np.array(sequences, dtype=np.int64).reshape(-1)))
         uniform, new, longest = self._new_tokens(windows, entries)
         size = self._bucket(entries, bucket)
-        if isinstance(new, torch.Tensor) and window is None:
+        if isinstance(windows, torch.Tensor) and window is None:
             window = pool.max_window
-        width = self._width(np.array([longest], dtype=np.int32), window)
+        most = np.array([longest], dtype=np.int32)
+        width = self._width(most, window)
+        goes_direct = self._goes_direct(direct, most, width, False, size)
         force = self._force(force_fold, entries)
         if size in self._in_use:
             raise PlanError(
@@ -287,7 +318,8 @@ class DevicePlanner(HostPlanner):
                 "aborted; allowed one at a time, since their arrays share addresses; finish it, or "
                 "use another wrapper"
             )
-        request = StepRequest(given, new, force, uniform, width, self._spread)
+        spread = self._spread and not goes_direct
+        request = StepRequest(given, new, force, uniform, width, spread, goes_direct)
         if self._checks:
             _check_request(request)
         step = self._step(size)
@@ -296,7 +328,13 @@ class DevicePlanner(HostPlanner):
             cur.unnamed += 1
         else:
             cur.busy[held] = True
-        plan = DevicePlan(pool, step, batch=entries, bucket=size, window=width, held=held)
+        taken = None
+        if goes_direct and held is not None and not isinstance(windows, torch.Tensor):
+            taken = self._windows(windows, entries)
+        plan = DevicePlan(
+            pool, step, batch=entries, bucket=size, window=width, held=held, direct=goes_direct,
+            taken=taken,
+        )  # fmt: skip
         self._in_use[size] = plan
         return plan
 
@@ -315,19 +353,32 @@ class DevicePlanner(HostPlanner):
         ----------
         accepted : int32 or int64 Tensor [entries], or integers, optional
             On the device or on the host; the whole windows if omitted. Entries of pads do not
-            matter. A count outside 0..window is clamped; ``REPLAYINFER_CHECK=1`` refuses it.
+            matter. A count outside 0..window is clamped; ``REPLAYINFER_CHECK=1`` refuses it. So is
+            any but the window in a direct step of which a layer ran, since its states have moved.
 
         Returns
         -------
         int32 Tensor [bucket]
             The counts, 0 for pads, at an address that stays the same for the bucket.
+
+        Raises
+        ------
+        InputError
+            Counts of the wrong form, or below the windows of a direct step where all of it is known
+            on the host; nothing has changed then.
+        PlanError
+            The plan has not folded yet, or is finished.
         """
         self.require(plan, "folded", "commit")
         assert isinstance(plan, DevicePlan)
         counts = None if accepted is None else self._counts(plan, accepted)
         if self._checks and counts is not None:
             _check_counts(plan, counts)
-        self.kernels.commit_step(self.pool, plan.step, counts)
+        if plan.moved:
+            if accepted is not None and not isinstance(accepted, torch.Tensor):
+                _check_taken(plan, np.asarray(accepted))
+            counts = None  # a state that has moved takes no token back
+        self.kernels.commit_step(self.pool, plan.step, counts, direct=plan.direct)
         self._finish(plan, "committed")
         return plan.step.counts
 
@@ -337,11 +388,23 @@ class DevicePlanner(HostPlanner):
         Parameters
         ----------
         free : bool
-            Also end the sequences that were to take a token; reads the plan from the device.
+            Also end the sequences that were to take a token; reads the plan from the device. That
+            is the one way out of a direct step that cannot be finished.
+
+        Raises
+        ------
+        PlanError
+            The plan is finished, or a direct step of which a layer ran, without `free`.
         """
         planned = plan.state == "planned"
         self.require(plan, "planned" if planned else "folded", "abort")
         assert isinstance(plan, DevicePlan)
+        if plan.moved and not free:
+            raise PlanError(
+                f"abort: got a direct step of which layers {sorted(plan.layers_run)} ran; allowed "
+                "before its first layer, since their states have moved; run the others and commit, "
+                "or end the sequences with abort(free=True)"
+            )
         if not planned:
             self.kernels.abort_step(self.pool, plan.step)
         gone = plan.handles[plan.windows > 0] if free else None
@@ -361,11 +424,12 @@ class DevicePlanner(HostPlanner):
         pads = torch.full((plan.bucket,), -1, dtype=torch.int64, device=pool.device)
         zeros = torch.zeros(plan.bucket, dtype=torch.int32, device=pool.device)
         for windows, force in itertools.product((None, zeros), (None, zeros.bool())):
-            request = StepRequest(pads, windows, force, 1, plan.window, self._spread)
+            spread = self._spread and not plan.direct
+            request = StepRequest(pads, windows, force, 1, plan.window, spread, plan.direct)
             self.kernels.plan_step(pool, step, request)
         self.kernels.fold_step(pool, step)
         for counts in (None, zeros, zeros.long()):
-            self.kernels.commit_step(pool, step, counts)
+            self.kernels.commit_step(pool, step, counts, direct=plan.direct)
         self.kernels.abort_step(pool, step)
 
     # Arguments --------------------------------------------------------------------------------
@@ -505,10 +569,25 @@ def _check_counts(plan: DevicePlan, counts: torch.Tensor) -> None:
     given = counts.cpu().numpy()
     windows = plan.step.arrays.window.cpu().numpy()[: plan.batch]
     live = plan.step.handle.cpu().numpy()[: plan.batch] >= 0
-    bad = live & ((given < 0) | (given > windows))
+    least = windows if plan.moved else 0 * windows
+    bad = live & ((given < least) | (given > windows))
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
+        what = "what its direct step took" if plan.moved else "its window"
         raise InputError(
-            f"accepted: got {int(given[i])} for entry {i} of the plan; allowed 0..{windows[i]}, "
-            "its window; nothing was committed; without REPLAYINFER_CHECK it is clamped"
+            f"accepted: got {int(given[i])} for entry {i} of the plan; allowed "
+            f"{least[i]}..{windows[i]}, {what}; nothing was committed; without REPLAYINFER_CHECK "
+            "it is clamped"
         )
+
+
+def _check_taken(plan: DevicePlan, given: NDArray[Any]) -> None:
+    """Refuse to drop a token of a direct step, where the host can see it without a wait."""
+    if plan.taken is None or not (short := given < plan.taken).any():
+        return
+    i = int(np.flatnonzero(short)[0])
+    raise InputError(
+        f"accepted: got {int(given[i])} for entry {i} of a direct step; allowed {plan.taken[i]}, "
+        "its window, since its state has moved already; commit it and free the sequence, or plan "
+        "with direct=False where a token may be refused"
+    )

@@ -121,21 +121,22 @@ class Twin:
             for value in layer.values():
                 value.copy_(torch.randn(value.shape, generator=self.rng))
 
-    def run(self, wrapper):
+    def run(self, wrapper, bucket=BUCKET):
         return [
-            wrapper.run(layer, **inputs) for layer, inputs in zip(LAYERS, self.inputs, strict=True)
+            wrapper.run(layer, **{n: v[:bucket] for n, v in inputs.items()})
+            for layer, inputs in zip(LAYERS, self.inputs, strict=True)
         ]
 
-    def host_step(self, seqs, accepted):
+    def host_step(self, seqs, accepted, bucket=BUCKET):
         """`seqs` by row of the bucket, None for pads; outputs by row."""
         rows = [i for i, s in enumerate(seqs) if s is not None]
         wrapper = self.wrappers[1]
-        wrapper.plan([seqs[i] for i in rows], bucket=BUCKET)
+        wrapper.plan([seqs[i] for i in rows], bucket=bucket)
         wrapper.fold()
         whole = self.inputs
-        order = torch.tensor(rows + [i for i in range(BUCKET) if i not in rows], device=DEVICE)
+        order = torch.tensor(rows + [i for i in range(bucket) if i not in rows], device=DEVICE)
         self.inputs = [{n: v[order] for n, v in layer.items()} for layer in whole]
-        outputs = self.run(wrapper)
+        outputs = self.run(wrapper, bucket)
         self.inputs = whole
         wrapper.commit([accepted[i] for i in rows])
         result = [torch.zeros_like(y) for y in outputs]
@@ -192,6 +193,63 @@ def test_a_whole_step_is_one_graph(rng, seed):
         twin.draw()
         graph.replay()
         for have, want in zip(outputs, twin.host_step(other, counts), strict=True):
+            assert torch.equal(have, want)
+    twin.compare(ours, theirs)
+    check_on_host(pool)
+
+
+def test_direct_and_replayed_graphs_take_turns(rng, seed):
+    """A graph of a small bucket moves states in place, one of a larger bucket replays them.
+
+    The same sequences go through either, in any order, with forks and frees in between.
+    """
+    generator = np.random.default_rng(seed)
+    twin, small = Twin(rng), 4
+    twin.wrappers = [ReplayDecodeWrapper(p, backend="triton", direct=small) for p in twin.pools]
+    wrapper, pool = twin.wrappers[0], twin.pools[0]
+    accepted = torch.ones(BUCKET, dtype=torch.int64, device=DEVICE)
+    wrapper.warmup([small, BUCKET])
+    graphs = {}
+    for bucket in (small, BUCKET):
+        named = torch.full((bucket,), -1, dtype=torch.int64, device=DEVICE)
+
+        def step(bucket=bucket, named=named):
+            plan = wrapper.plan(named)
+            assert plan.direct == (bucket == small)
+            wrapper.fold()
+            outputs = twin.run(wrapper, bucket)
+            wrapper.commit(accepted[:bucket])
+            return outputs
+
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = step()
+        graphs[bucket] = graph, named, outputs
+    ours, theirs = ([*p.alloc(3)] for p in twin.pools)
+    for i in range(40):
+        if i in (5, 9, 12, 17, 30):  # of sequences with rows, and of such without
+            at = int(generator.integers(len(ours)))
+            ours += pool.fork(ours[at])
+            theirs += twin.pools[1].fork(theirs[at])
+        if i in (14, 23, 33):
+            pool.free(ours.pop(0))
+            twin.pools[1].free(theirs.pop(0))
+        bucket = small if i in (8, 10, 11) or generator.random() < 0.5 else BUCKET
+        graph, named, outputs = graphs[bucket]
+        some = generator.permutation(len(ours))[: min(bucket, len(ours))]
+        rows = generator.permutation(bucket)[: len(some)]
+        by_row, other = [-1] * bucket, [None] * bucket
+        for row, at in zip(rows, some, strict=True):
+            by_row[row] = ours[at] if i % 2 else pool.slot(ours[at])
+            other[row] = theirs[at]
+        counts = generator.integers(0, 2, size=BUCKET) | (bucket == small) | (i % 3 > 0)
+        named.copy_(torch.tensor(by_row))
+        accepted.copy_(torch.tensor(counts))
+        twin.draw()
+        graph.replay()
+        for have, want in zip(outputs, twin.host_step(other, counts, bucket), strict=True):
             assert torch.equal(have, want)
     twin.compare(ours, theirs)
     check_on_host(pool)

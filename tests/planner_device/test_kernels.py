@@ -64,7 +64,8 @@ def same(step, other):
 
 
 CASES = [
-    # capacity, max_window, page rows, slots, entries, bucket, policy, sequences, windows, force
+    # capacity, max_window, page rows, slots, entries, bucket, policy (or direct steps), sequences,
+    # windows, force
     (6, 3, 2, 12, 12, 15, "full", torch.int64, torch.int32, False),
     (6, 3, 2, 40, 33, 33, "spread", torch.int64, torch.int64, True),
     (16, 1, 8, 90, 90, 100, "spread", torch.int32, None, False),
@@ -72,6 +73,9 @@ CASES = [
     (40, 4, 4, 20, 1, 1, "full", torch.int32, None, True),
     (33, 5, 4, 2300, 2200, 2290, "spread", torch.int64, torch.int32, True),  # three tiles
     (4, 1, 2, 4, 0, 2, "spread", torch.int64, None, False),
+    (6, 1, 2, 60, 50, 55, "direct", torch.int64, torch.int32, True),
+    (9, 1, 4, 1400, 1300, 1350, "direct", torch.int32, torch.int64, False),  # two tiles
+    (5, 1, 8, 7, 7, 7, "direct", torch.int64, None, False),
 ]
 
 
@@ -85,11 +89,18 @@ def test_plan_fold_and_commit(case, seed):
     generator = np.random.default_rng(seed)
     pool = small_pool(slots, capacity=capacity, max_window=most, page_rows=rows)
     kernels, reference = TritonBackend(), TorchBackend()
-    steps = [DevicePlanner(pool, kernels, policy=policy)._step(bucket) for _ in range(2)]
+    steps = [DevicePlanner(pool, kernels)._step(bucket) for _ in range(2)]
+    direct, folds = policy == "direct", 0
     for counts in (None, torch.int32, torch.int64):
         random_records(pool, generator)
         if counts == torch.int32:  # as if all had started together: one deadline, cut somewhere
             pool.on_device.records.history.fill_(capacity - 3)
+        if direct:  # some without rows, on pages of their own or not
+            records = pool.on_device.records
+            keep = torch.from_numpy(generator.random(slots) < 0.5)
+            records.history.copy_(torch.where(keep, records.history, 0))
+            keep = torch.from_numpy(generator.random(slots) < 0.5)
+            records.checkpoint.copy_(torch.where(keep, records.checkpoint, records.own_checkpoint))
         before = pool.on_device.records.words.clone()
         windows = None
         if isinstance(kind, torch.dtype):  # some beyond what is allowed, which are clamped
@@ -100,7 +111,7 @@ def test_plan_fold_and_commit(case, seed):
         uniform = kind if isinstance(kind, int) else 1
         request = StepRequest(
             batch(pool, generator, entries, dtype), windows, forced, uniform, most,
-            policy == "spread",
+            policy == "spread", direct,
         )  # fmt: skip
         for step, backend in zip(steps, (kernels, reference), strict=True):
             for array in (*vars(step.arrays).values(), step.handle, step.counts):
@@ -108,8 +119,7 @@ def test_plan_fold_and_commit(case, seed):
             backend.plan_step(pool, step, request)
         same(*steps)
         assert torch.equal(pool.on_device.records.words, before), "a plan moved a cursor"
-        if entries > 20:
-            assert int(steps[0].arrays.fold_count) > 0
+        folds += int(steps[0].arrays.fold_count)
 
         # One sequence is freed, one slot is another's, before the cursors move.
         planned = steps[0].arrays.slot[steps[0].arrays.slot >= 0]
@@ -122,7 +132,7 @@ def test_plan_fold_and_commit(case, seed):
             accepted = torch.from_numpy(generator.integers(-2, most + 3, size=entries)).to(counts)
         moves = [
             lambda b, s: b.fold_step(pool, s),
-            lambda b, s, a=accepted: b.commit_step(pool, s, a),
+            lambda b, s, a=accepted: b.commit_step(pool, s, a, direct=direct),
             lambda b, s: b.abort_step(pool, s),
         ]
         for move in moves:
@@ -134,6 +144,7 @@ def test_plan_fold_and_commit(case, seed):
             assert torch.equal(*after)
             before = after[0]
         assert torch.equal(steps[0].counts, steps[1].counts)
+    assert folds > 0 or entries <= 20
 
 
 @pytest.mark.parametrize("family", ["mamba2", "gdn"])

@@ -37,8 +37,10 @@ def plan_step(pool: StatePool, step: DeviceStep, request: StepRequest) -> None:
     if request.force is not None:
         chosen = chosen | _padded(request.force, bucket, False)
     fold = chosen & (history > 0)
-
     page, own_page = records.checkpoint[slot], records.own_checkpoint[slot]
+    if request.direct:
+        fold = fold | ((history > 0) | (page != own_page)) & (window > 0)
+
     table, own_table = records.table[slot], records.own_table[slot]
     step.handle.copy_(torch.where(live, handle, -1))
     out.slot.copy_(torch.where(live, slot, -1))
@@ -67,15 +69,18 @@ def fold_step(pool: StatePool, step: DeviceStep) -> None:
     records, planned = pool.on_device.records, step.arrays
     slot, live = _live(pool, step)
     history = records.history[slot]
-    folded = live & (planned.history < history)
+    # A direct step moves a sequence to its own page where it has no rows, too.
+    folded = live & ((planned.history < history) | (planned.page != records.checkpoint[slot]))
     _put(records.base, slot, folded, records.base[slot] + history)
     _put(records.history, slot, folded, planned.history)
     _put(records.checkpoint, slot, folded, planned.page)
     _put(records.table, slot, folded, planned.table)
 
 
-def commit_step(pool: StatePool, step: DeviceStep, accepted: torch.Tensor | None) -> None:
-    """Advance histories by the accepted counts."""
+def commit_step(
+    pool: StatePool, step: DeviceStep, accepted: torch.Tensor | None, *, direct: bool = False
+) -> None:
+    """Advance histories, or the bases of a direct step, by the accepted counts."""
     assert pool.on_device is not None
     records, window = pool.on_device.records, step.arrays.window
     slot, live = _live(pool, step)
@@ -84,6 +89,10 @@ def commit_step(pool: StatePool, step: DeviceStep, accepted: torch.Tensor | None
         counts = _padded(accepted, window.shape[0], 0).clamp_min(0).minimum(window.long()).int()
     counts = torch.where(live, counts, 0)
     step.counts.copy_(counts)
+    if direct:
+        _put(records.base, slot, live, records.base[slot] + counts)
+        _put(records.undo, slot, live, torch.zeros_like(counts))
+        return
     _put(records.history, slot, live, records.history[slot] + counts)
     _put(records.undo, slot, live, counts)
 

@@ -23,7 +23,7 @@ def plan_step(pool: StatePool, step: DeviceStep, request: StepRequest) -> None:
         out.ancestors, step.handle,
         request.sequences, request.windows, request.force, _records(pool),
         uniform=request.uniform, most=request.most, capacity=pool.capacity, ring=pool.conv.ring,
-        spread=request.spread,
+        spread=request.spread, direct=request.direct,
     )  # fmt: skip
 
 
@@ -32,9 +32,11 @@ def fold_step(pool: StatePool, step: DeviceStep) -> None:
     _move("fold", pool, step)
 
 
-def commit_step(pool: StatePool, step: DeviceStep, accepted: torch.Tensor | None) -> None:
-    """Advance histories by the accepted counts."""
-    _move("commit", pool, step, counts=step.counts, accepted=accepted)
+def commit_step(
+    pool: StatePool, step: DeviceStep, accepted: torch.Tensor | None, *, direct: bool = False
+) -> None:
+    """Advance histories, or the bases of a direct step, by the accepted counts."""
+    _move("direct" if direct else "commit", pool, step, counts=step.counts, accepted=accepted)
 
 
 def abort_step(pool: StatePool, step: DeviceStep) -> None:
@@ -43,7 +45,10 @@ def abort_step(pool: StatePool, step: DeviceStep) -> None:
 
 
 def _move(
-    action: Literal["fold", "commit", "abort"], pool: StatePool, step: DeviceStep, **options: Any
+    action: Literal["fold", "commit", "abort", "direct"],
+    pool: StatePool,
+    step: DeviceStep,
+    **options: Any,
 ) -> None:
     from replayinfer.kernels.planner.commit import move_cursors
 
