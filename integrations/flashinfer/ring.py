@@ -168,9 +168,9 @@ class RingPool:
         device = self.memory.start.device
         if size not in self._slots:
             self._slots[size] = torch.empty(size, dtype=torch.int32, device=device)
-        self._slots[size].copy_(torch.from_numpy(rows))
-        self.memory.start.copy_(torch.from_numpy(self._start))
-        self.memory.history.copy_(torch.from_numpy(self._history))
+        _send(rows, self._slots[size])
+        _send(self._start, self.memory.start)
+        _send(self._history, self.memory.history)
         self._planned, self._bucket = np.array(slots, np.int64), size
         self._ran.clear()
 
@@ -287,3 +287,11 @@ class RingPool:
             raise InputError(
                 f"{action}: got slots {given}; allowed live ones, each once; alloc gives them"
             )
+
+
+def _send(values: NDArray[np.int32], target: torch.Tensor) -> None:
+    """Copy to the device without a wait."""
+    host = torch.from_numpy(values)
+    if target.is_cuda:
+        host = host.pin_memory()  # a copy, which torch keeps until the device has read it
+    target.copy_(host, non_blocking=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
@@ -17,7 +18,7 @@ __all__ = ["ChunkedPrefill", "describe_import"]
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-class ChunkedPrefill:
+class ChunkedPrefill(ABC):
     """What the peers' backends share; a subclass says what it serves and runs one layer.
 
     Every sequence starts from its full state, checkpoint and rows, in float32. The convolution is
@@ -37,14 +38,15 @@ class ChunkedPrefill:
         self.states = states
         self.prefill_conv = reference.prefill_conv  # type: ignore[attr-defined]
 
+    @abstractmethod
     def refuses(self, pool: StatePool) -> str | None:
         """Why the peer's kernels do not compute such layers, or None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def missing(self) -> str | None:
         """Why the peer cannot be used on this machine, or None."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scan(
         self,
         pool: StatePool,
@@ -55,7 +57,6 @@ class ChunkedPrefill:
         out: torch.Tensor,
     ) -> torch.Tensor:
         """Write outputs ``[tokens, heads, dim]``; returns final states, as float32 `states` are."""
-        raise NotImplementedError
 
     def supports(self, pool: StatePool) -> str | None:
         if pool.device.type != "cuda":
