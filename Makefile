@@ -53,7 +53,8 @@ test-gpu:
 
 sglang-env: $(SGLANG_VENV)/.stamp
 
-$(SGLANG_VENV)/.stamp: $(SGLANG_LIST)
+# Its name has the list's checksum, so a newer file of the same content makes it no older.
+$(SGLANG_VENV)/.stamp: | $(SGLANG_LIST)
 	@echo "installing SGLang for tests into $(SGLANG_VENV)"
 	@rm -rf $(SGLANG_VENV)
 	@mkdir -p $(dir $(SGLANG_VENV))
