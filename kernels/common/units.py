@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["columns_to_units", "from_units", "rows_of_units", "to_units"]
+__all__ = ["block_of", "columns_to_units", "from_units", "rows_of_units", "to_units"]
 
 
 @triton.jit
@@ -44,3 +44,8 @@ def from_units(x, WARPS: tl.constexpr, UNIT: tl.constexpr):
     CHUNKS: tl.constexpr = x.shape[1] // UNIT
     x = x.reshape(WARPS, 2, 8, CHUNKS, UNIT // 8, 4, 2)
     return x.permute(3, 1, 0, 2, 5, 4, 6).reshape(CHUNKS, 16 * WARPS, UNIT)
+
+
+def block_of(size: int) -> int:
+    """The power of two that holds `size`; the matrix units take no fewer than 16 of anything."""
+    return max(16, 1 << (size - 1).bit_length())

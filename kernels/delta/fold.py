@@ -29,7 +29,7 @@ from ..common.decay import exact_decay
 from ..common.dot import add_products, bf16_terms, dot_terms, narrow, upper_half
 from ..common.rows import row_offset
 from ..common.split import encode, join_planes, split_planes
-from ..common.units import columns_to_units, from_units, rows_of_units, to_units
+from ..common.units import block_of, columns_to_units, from_units, rows_of_units, to_units
 from ..launch.config import LaunchConfig, interpreting
 from .solve import inverse, scan_channels, sums_between
 
@@ -301,8 +301,8 @@ def fold(
     else it is ``u``. `scratch` ``[programs, size]`` is as `scratch_size` has it.
     """
     layers, _, heads, dim, state = plane.shape
-    block_d = min(config.rows or 64, _block(dim))
-    block_n = min(config.columns or 32, _block(state))
+    block_d = min(config.rows or 64, block_of(dim))
+    block_n = min(config.columns or 32, block_of(state))
     unit = 64 // plane.element_size()  # 16 bytes for each of 4 threads
     permute = block_n >= unit and block_d == 16 * config.num_warps
     scale_strides = (0, 0, 0) if row_scale is None else row_scale.stride()[:3]
@@ -322,7 +322,7 @@ def fold(
         HEADS=heads, RATIO=heads // row_k.shape[3], DIM=dim, STATE=state,
         BLOCK_D=block_d, BLOCK_N=block_n, PARTS=triton.cdiv(state, block_n),
         UNIT=unit if permute else block_n,
-        BLOCK_J=_block(capacity), CHANNELS=_block(state),
+        BLOCK_J=block_of(capacity), CHANNELS=block_of(state),
         PAGE_ROWS=row_k.shape[2],
         PER_CHANNEL=row_g.dim() == 5, SOLVE=low is not None, PERMUTE=permute,
         OUT_SPLIT=out_low is not None, INTERPRET=interpreting(),
@@ -332,12 +332,7 @@ def fold(
 
 def scratch_size(capacity: int, state: int, *, solve: bool, per_channel: bool) -> int:
     """float32 values that a program needs for itself; a multiple of 16."""
-    rows, channels = _block(capacity), _block(state)
+    rows, channels = block_of(capacity), block_of(state)
     if per_channel:
         return rows * rows + (2 * rows + 1) * channels
     return rows * rows if solve else 0
-
-
-def _block(size: int) -> int:
-    """The matrix units take no fewer than 16 of anything."""
-    return max(16, 1 << (size - 1).bit_length())

@@ -20,7 +20,7 @@ import triton.language as tl
 from ..common.dot import bf16_terms, narrow, upper_half
 from ..common.rows import row_offset
 from ..common.split import encode, join_planes, split_planes
-from ..common.units import from_units, rows_of_units, to_units
+from ..common.units import block_of, from_units, rows_of_units, to_units
 from ..launch.config import LaunchConfig, interpreting
 from .solve_channels import (
     above,
@@ -285,7 +285,7 @@ def _fold_channels_kernel(
 
 def scratch_size(capacity: int, state: int) -> int:
     """float32 values that a program needs for itself; a multiple of 16."""
-    rows, channels = _block(capacity), max(32, _block(state))
+    rows, channels = block_of(capacity), max(32, block_of(state))
     return rows * rows + (2 * rows + 2) * channels + 2 * rows
 
 
@@ -329,13 +329,8 @@ def fold_channels(
         row_v.stride(0), row_v.stride(1), row_v.stride(2), row_v.stride(3),
         table.stride(0), scratch.stride(0), table.shape[1], layers,
         HEADS=heads, RATIO=heads // row_k.shape[3], DIM=dim, STATE=state,
-        BLOCK_D=16 * config.num_warps, CHANNELS=max(32, _block(state)), BLOCK_J=_block(capacity),
-        PAGE_ROWS=row_k.shape[2],
+        BLOCK_D=16 * config.num_warps, CHANNELS=max(32, block_of(state)),
+        BLOCK_J=block_of(capacity), PAGE_ROWS=row_k.shape[2],
         OUT_SPLIT=out_low is not None, INTERPRET=interpreting(),
         num_warps=config.num_warps, num_stages=1, maxnreg=config.registers or None,
     )  # fmt: skip
-
-
-def _block(size: int) -> int:
-    """The matrix units take no fewer than 16 of anything."""
-    return max(16, 1 << (size - 1).bit_length())

@@ -32,7 +32,7 @@ from ..common.dot import add_products
 from ..common.pdl import launch_dependents, wait_for_previous
 from ..common.rows import row_offset
 from ..common.split import round_to
-from ..common.units import columns_to_units
+from ..common.units import block_of, columns_to_units
 from ..launch.config import LaunchConfig, interpreting
 from .operands import operand_terms
 
@@ -256,9 +256,9 @@ def verify(
     warps = min(config.num_warps, 2)  # four would take wgmma, whose operands lie in shared memory
     # Sums of more tokens, or queries of more terms, leave registers for fewer rows.
     most = 16 * warps * max(1, (8 if per_channel else 16) // block_t)
-    block_d = max(16, min(config.rows or 64, _block(dim), most))
+    block_d = max(16, min(config.rows or 64, block_of(dim), most))
     unit = 64 // plane.element_size()  # 16 bytes for each of 4 threads
-    block_n = min(config.columns or unit, _block(state))
+    block_n = min(config.columns or unit, block_of(state))
     permute = block_n >= unit and block_d % (16 * warps) == 0
     kept = row_u if row_v is None else row_v
     _verify_kernel[(batch * heads * triton.cdiv(dim, block_d),)](
@@ -273,13 +273,8 @@ def verify(
         HEADS=heads, RATIO=1 if per_channel else heads // q.shape[2], DIM=dim, STATE=state,
         WINDOW=width, BLOCK_T=block_t, BLOCK_D=block_d, BLOCK_N=block_n,
         PARTS=triton.cdiv(state, block_n), UNIT=unit if permute else block_n,
-        BLOCK_J=_block(capacity), ROWS=weight.shape[2], PAGE_ROWS=row_u.shape[1],
+        BLOCK_J=block_of(capacity), ROWS=weight.shape[2], PAGE_ROWS=row_u.shape[1],
         WARPS=warps, PERMUTE=permute,
         PER_CHANNEL=per_channel, INTERPRET=interpreting(), PDL=pdl,
         num_warps=warps, maxnreg=config.registers or None, launch_pdl=pdl,
     )  # fmt: skip
-
-
-def _block(size: int) -> int:
-    """The matrix units take no fewer than 16 of anything."""
-    return max(16, 1 << (size - 1).bit_length())

@@ -19,7 +19,7 @@ def compact_rows(pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
     One small upload; nothing at all where every path is the start of its window.
     """
     if (nodes > np.arange(plan.window)).any():
-        move(pool, plan, _send(nodes, pool.device))
+        move(pool, plan, pool.upload(torch.from_numpy(nodes.astype(np.int32))))
 
 
 def move(pool: StatePool, plan: Plan, nodes: torch.Tensor) -> None:
@@ -32,10 +32,3 @@ def move(pool: StatePool, plan: Plan, nodes: torch.Tensor) -> None:
     if pool.conv.taps:
         rows, start = pool.conv.rows, arrays.conv_place
         compact(rows, nodes, start, arrays.slot, ring=True, config=choice)
-
-
-def _send(nodes: NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    host = torch.from_numpy(np.ascontiguousarray(nodes, dtype=np.int32))
-    if device.type == "cuda":
-        host = host.pin_memory()
-    return host.to(device, non_blocking=True)
