@@ -131,7 +131,8 @@ def gated_delta_rule_mtp(
     -----
     A negative index in `initial_state_indices` writes nothing, and leaves a given `output` as it is
     there; without one its outputs are zeros. A negative one in `output_state_indices` or
-    `ssm_state_indices` is not written.
+    `ssm_state_indices` is not written. With the latter, a last state is written a second time where
+    `output_state_indices` is given.
     """
     buffers = (replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)
     if cache_replayssm or any(buffer is not None for buffer in buffers):
@@ -164,6 +165,14 @@ def gated_delta_rule_mtp(
                 f"[{batch}, {window}]; one slot for every token"
             )
         target, write = ssm_state_indices, "each"
+        if output_state_indices is not None:  # the last state is written there as well
+            if tuple(output_state_indices.shape) != (batch,):
+                raise InputError(
+                    f"output_state_indices: got {list(output_state_indices.shape)}; allowed "
+                    f"[{batch}]; one slot for every sequence"
+                )
+            last = output_state_indices[:, None].to(target.dtype)
+            target, write = torch.cat((target, last), dim=1), "all"
     y = _walk(
         initial_state, q, k, v, A_log, a, dt_bias, b, scale, output, use_qk_l2norm,
         initial_state_indices, target, write, intermediate_states_buffer, output is not None,
@@ -186,7 +195,7 @@ def _walk(
     norm: bool,
     source: torch.Tensor | None,
     target: torch.Tensor | None,
-    write: Literal["none", "last", "each"] | str,
+    write: Literal["none", "last", "each", "all"] | str,
     each: torch.Tensor | None,
     keep_pads: bool,
     kernels: Kernels,

@@ -7,7 +7,8 @@
 in float32, with ``g = -exp(A_log) softplus(a + dt_bias)``, ``beta = sigmoid(b)``, `q` scaled, and
 `q` and `k` normalised where asked. A program holds a block of one value head's state rows and walks
 the tokens of one sequence. It reads the slot that `source` names, and writes, as asked, the last
-state to `target`, or each token's state to its own `target`, or to `each`.
+state to `target`, or each token's state to its own `target` (and the last one to a further
+`target`), or to `each`.
 
 A sequence whose source is negative, or no slot, gets zeros (or keeps its outputs, as asked) and no
 other write; a target that is negative, or no slot, is skipped. Slots may be updated in place as
@@ -90,7 +91,7 @@ def _walk_kernel(
             at = b * stride_each_b + t.to(tl.int64) * stride_each_t + h * (DIM * STATE)
             at += d[:, None] * STATE + n[None, :]
             tl.store(each_ptr + at, encode(state, each_ptr.dtype.element_ty), mask=in_tile)
-        if WRITE == "each":
+        if (WRITE == "each") | (WRITE == "all"):
             target = tl.load(target_ptr + b * stride_target_b + t * stride_target_t).to(tl.int64)
             there = (target >= 0) & (target < slots)
             at = tl.where(there, target, 0) * stride_state_slot + in_state
@@ -98,10 +99,13 @@ def _walk_kernel(
                 state_ptr + at, encode(state, state_ptr.dtype.element_ty), mask=in_tile & there
             )
         t += 1
-    if WRITE == "last":
+    if (WRITE == "last") | (WRITE == "all"):
         target = slot
         if target_ptr is not None:
-            target = tl.load(target_ptr + b * stride_target_b).to(tl.int64)
+            at = b * stride_target_b
+            if WRITE == "all":
+                at += window * stride_target_t
+            target = tl.load(target_ptr + at).to(tl.int64)
         there = (target >= 0) & (target < slots)
         at = tl.where(there, target, 0) * stride_state_slot + in_state
         tl.store(state_ptr + at, encode(state, state_ptr.dtype.element_ty), mask=in_tile & there)
@@ -129,9 +133,9 @@ def walk(
 ) -> None:
     """Launch over ``[batch, window, heads, dim]`` inputs.
 
-    `source` is ``[batch]`` and `target` ``[batch, columns]``; `write` is ``"none"``, ``"last"`` or
-    ``"each"``. A state's innermost stride is 1; in `each` ``[batch, steps, heads, dim, state]`` a
-    token's states are contiguous. The heads of `gate` and `beta` are contiguous.
+    `source` is ``[batch]`` and `target` ``[batch, columns]``; `write` is ``"none"``, ``"last"``,
+    ``"each"`` or ``"all"``. A state's innermost stride is 1; in `each` ``[batch, steps, heads, dim,
+    state]`` a token's states are contiguous. The heads of `gate` and `beta` are contiguous.
     """
     batch, window, heads, dim = v.shape
     size = k.shape[3]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from ..backends.walks import select_walks
@@ -38,7 +40,7 @@ def delta_walk(
     out: torch.Tensor | None = None,
     source: torch.Tensor | None = None,
     target: torch.Tensor | None = None,
-    write: Write = "last",
+    write: Write | Literal["all"] = "last",
     each: torch.Tensor | None = None,
     keep_pads: bool = False,
     backend: str = "auto",
@@ -62,10 +64,10 @@ def delta_walk(
     source : int32 or int64 Tensor, [batch]
         Slot that a sequence begins at, its batch index if omitted. A negative one is a pad: zeros,
         and no other write.
-    target : int32 or int64 Tensor, [batch] or [batch, window]
+    target : int32 or int64 Tensor, [batch] or [batch, window] or [batch, window + 1]
         Slot of the last state, or of each token's; `source` if omitted. A negative one is skipped.
-    write : {"last", "each", "none"}
-        Which states go to `target`.
+    write : {"last", "each", "all", "none"}
+        Which states go to `target`; ``"all"``: each token's, and the last one to a further column.
     each : Tensor, [entries, steps, heads, dim, state]
         Gets each token's state, entry by batch index, in the type of `state`.
     keep_pads : bool
@@ -103,11 +105,14 @@ def delta_walk(
     out = output_like(out, v, device)
     if source is not None:
         check("source", source, [batch], ["batch"], INDEX, device)
-    target = index_of("target", target, batch, window if write == "each" else 1, device)
-    if write not in ("none", "last", "each") or (write == "each" and target is None):
+    columns = {"each": window, "all": window + 1}.get(write, 1)
+    target = index_of("target", target, batch, columns, device)
+    if write not in ("none", "last", "each", "all") or (
+        write in ("each", "all") and target is None
+    ):
         raise InputError(
             f"write: got {write!r}, target {'none' if target is None else 'given'}; allowed none, "
-            "last, or each with a target for every token; change one"
+            "last, or each and all with a target for every token; change one"
         )
     if each is not None:
         check("each", each, [None, None, heads, dim, size],

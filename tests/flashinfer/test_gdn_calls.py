@@ -117,17 +117,23 @@ def test_a_window_with_a_state_for_every_token(kernels, update, dim, size, windo
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_a_slot_for_every_token(kernels, rng):
+@pytest.mark.parametrize("last", [None, (6, 1), (-1, 0)])
+def test_a_slot_for_every_token(kernels, last, rng):
     w = World(rng, 2, 2)
     slots = torch.tensor([[3, 4], [5, -1]]).int()
-    y, _ = w.mtp(kernels, torch.tensor([0, 2]), ssm_state_indices=slots, disable_state_update=False)
+    y, _ = w.mtp(
+        kernels, torch.tensor([0, 2]), ssm_state_indices=slots, disable_state_update=False,
+        output_state_indices=None if last is None else torch.tensor(last),
+    )  # fmt: skip
     for i, source in enumerate((0, 2)):
         exact, states = w.exact(i, source)
         close(y[i], exact)
         for t, slot in enumerate(slots[i].tolist()):
             if slot >= 0:
                 close(w.pool[slot], states[t])
-    w.assert_only(3, 4, 5)
+        if last is not None and last[i] >= 0:
+            close(w.pool[last[i]], states[-1])
+    w.assert_only(3, 4, 5, *(s for s in last or () if s >= 0))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -104,6 +104,10 @@ REFUSED = {
     ),
     "gate": (delta_walk, delta(a=torch.ones(BATCH, WINDOW, 3)), r"a: got float32 \[2, 2, 3\]"),
     "delta write": (delta_walk, delta(write="each"), "write: got 'each', target none"),
+    "last column": (
+        delta_walk, delta(write="all", target=torch.zeros(BATCH, WINDOW).int()),
+        f"target: got {WINDOW} columns; allowed {WINDOW + 1} or more",
+    ),
     "entries": (
         delta_walk, delta(each=torch.zeros(1, WINDOW, HEADS, DIM, STATE)), "each: got 1 entries",
     ),

@@ -194,10 +194,10 @@ def delta_walk(
             y[i, t] = (s * q[i, t, :, None]).sum(-1).to(y.dtype)
             if each is not None:
                 _store(each, None, (i, t), s)
-            if write == "each":
+            if write in ("each", "all"):
                 finals.append((targets[i][t], s))
-        if write == "last":
-            finals.append((targets[i][0], s))
+        if write in ("last", "all"):
+            finals.append((targets[i][window if write == "all" else 0], s))
     for slot, s in finals:  # every source is read before anything is written
         if 0 <= slot < slots:
             _store(state, None, (slot,), s)
