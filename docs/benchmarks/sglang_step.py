@@ -143,6 +143,36 @@ def install_plugin(folder: Path) -> None:
     )
 
 
+def write_model(name: str, place: Path) -> Path:
+    """A folder with the configuration of one of `MODELS`."""
+    folder = place / name
+    folder.mkdir()
+    config = dict(MODELS[name])
+    if config["model_type"] == "qwen3_next":
+        kinds = ("linear_attention", "full_attention")
+        config["layer_types"] = [kinds[i % 4 == 3] for i in range(config["num_hidden_layers"])]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def engine_arguments(folder: Path | str, batches: list[int], tokens: int) -> dict[str, Any]:
+    """What every engine is given: room for `tokens` of attention, a graph for each batch."""
+    most = max(batches)
+    return {
+        "model_path": str(folder), "load_format": "dummy", "skip_tokenizer_init": True,
+        "device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch",
+        "grammar_backend": "none", "dtype": "bfloat16", "mamba_ssm_dtype": "float32",
+        "mamba_radix_cache_strategy": "no_buffer", "disable_radix_cache": True,
+        "disable_flashinfer_autotune": True, "max_running_requests": most,
+        "max_mamba_cache_size": most + 8, "max_total_tokens": tokens,
+        "mem_fraction_static": 0.95, "chunked_prefill_size": 16384, "max_prefill_tokens": 16384,
+        "random_seed": 1, "log_level": "info", "decode_log_interval": 40,
+        "cuda_graph_config": {
+            "decode": {"bs": batches, "max_bs": most}, "prefill": {"backend": "disabled"},
+        },
+    }  # fmt: skip
+
+
 # One engine -------------------------------------------------------------------------------------
 
 
@@ -155,19 +185,11 @@ def work(job: dict[str, Any]) -> None:
 
     batches, prompt, short, long = job["batches"], job["prompt"], job["short"], job["long"]
     most = max(batches)
-    arguments = {
-        "model_path": job["folder"], "load_format": "dummy", "skip_tokenizer_init": True,
-        "device": "cuda", "attention_backend": "triton", "sampling_backend": "pytorch",
-        "grammar_backend": "none", "dtype": "bfloat16", "mamba_ssm_dtype": "float32",
-        "mamba_radix_cache_strategy": "no_buffer", "disable_radix_cache": True,
-        "max_running_requests": most, "max_mamba_cache_size": most + 8,
-        "max_total_tokens": most * (prompt + long + 8) + 2048, "mem_fraction_static": 0.95,
-        "chunked_prefill_size": 16384, "max_prefill_tokens": 16384, "random_seed": 1,
-        "log_level": "info", "decode_log_interval": 40, "nccl_port": job["port"],
-        "cuda_graph_config": {
-            "decode": {"bs": batches, "max_bs": most}, "prefill": {"backend": "disabled"},
-        },
-    } | job["arguments"]  # fmt: skip
+    arguments = (
+        engine_arguments(job["folder"], batches, most * (prompt + long + 8) + 2048)
+        | {"nccl_port": job["port"]}
+        | job["arguments"]
+    )
     start = time.time()
     engine = sglang.Engine(**{k: v for k, v in arguments.items() if v is not None})
     told.send(time.time() - start)
@@ -286,13 +308,7 @@ def main() -> None:
     place = Path(tempfile.mkdtemp(prefix="sglang-step-"))
     folder = Path(options.model)
     if options.model in MODELS:
-        folder = place / options.model
-        folder.mkdir()
-        config = dict(MODELS[options.model])
-        if config["model_type"] == "qwen3_next":
-            kinds = ("linear_attention", "full_attention")
-            config["layer_types"] = [kinds[i % 4 == 3] for i in range(config["num_hidden_layers"])]
-        (folder / "config.json").write_text(json.dumps(config))
+        folder = write_model(options.model, place)
     install_plugin(place)
     os.environ["BENCH_DENSE"] = str(int(options.model == "dense32"))
     os.environ["PYTHONPATH"] = f"{place}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"

@@ -117,7 +117,7 @@ def test_a_window_with_a_state_for_every_token(kernels, update, dim, size, windo
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("last", [None, (6, 1), (-1, 0)])
+@pytest.mark.parametrize("last", [None, (6, 1), (-1, 2)])
 def test_a_slot_for_every_token(kernels, last, rng):
     w = World(rng, 2, 2)
     slots = torch.tensor([[3, 4], [5, -1]]).int()
