@@ -85,8 +85,10 @@ def check_device_plan(pool: StatePool, plan: DevicePlan) -> None:
         # What folds early is the policy's affair: here it is told.
         planner = HostPlanner(pool)
         want = planner.plan(
-            plan.handles[rows], plan.windows[rows], force_fold=plan.fold[rows], direct=plan.direct
-        )
+            plan.handles[rows], plan.windows[rows], window=plan.window,
+            force_fold=plan.fold[rows], direct=plan.direct,
+            parents=None if plan.parents is None else plan.parents[rows],
+        )  # fmt: skip
         try:
             check_plan(pool, want)
             for name in ("slot", "page", "history", "window", "conv_place", "table", "ancestors"):

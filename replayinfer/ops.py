@@ -19,7 +19,6 @@ from .backends import Backend, select
 from .checks import check_tensor
 from .errors import InputError, PlanError, UnsupportedError
 from .planner import DevicePlanner, HostPlanner, Plan
-from .planner.trees import check_paths
 from .pools import StatePool
 from .spec.base import GATE_DTYPES
 
@@ -142,7 +141,7 @@ def commit(
     plan: Plan,
     accepted: ArrayLike | torch.Tensor | None = None,
     *,
-    paths: Sequence[ArrayLike] | None = None,
+    paths: Sequence[ArrayLike] | torch.Tensor | None = None,
     backend: str | Backend = "auto",
 ) -> NDArray[np.int32] | torch.Tensor:
     """Advance the histories by the accepted counts (the whole windows if omitted).
@@ -152,16 +151,18 @@ def commit(
     accepted : int array or Tensor [batch], optional
         How many tokens of each chain are kept, 0..window. A device plan takes a tensor on its
         device, int32 or int64, and nothing waits for it.
-    paths : sequence of node lists, optional
-        For a plan with ``parents``: the accepted nodes of each tree, from the root down. Their rows
-        move to where a chain's would be; checkpoints are not touched.
+    paths : sequence of node lists or Tensor [batch, window], optional
+        For a plan with ``parents``: the accepted nodes of each tree, from the root down; -1 ends a
+        path. Their rows move to where a chain's would be; checkpoints are not touched. A device
+        plan takes a tensor on its device, int32 or int64, and nothing waits for it; see
+        `DevicePlanner.accept`.
 
     Returns
     -------
     int32 [batch]
         Accepted tokens; of a device plan a tensor ``[bucket]``.
     """
-    if plan.parents is None:
+    if not plan.tree:
         if paths is not None:
             raise InputError(
                 "paths: got paths for a plan of chains; allowed with plan(parents=…); "
@@ -173,8 +174,7 @@ def commit(
             "accepted: got a count for a plan of trees; allowed paths, since a count does not say "
             "which nodes; pass paths=[[node, …], …]"
         )
-    planner.require(plan, "folded", "commit")
-    counts, nodes = check_paths(paths, plan.parents, plan.windows)
+    counts, nodes = planner.accept(plan, paths)
     select(backend, planner.pool).compact(planner.pool, plan, nodes)
     return planner.commit(plan, counts)
 

@@ -101,7 +101,7 @@ class ReplayDecodeWrapper:
         bucket: int | None = None,
         window: int | None = None,
         force_fold: ArrayLike | torch.Tensor | None = None,
-        parents: ArrayLike | None = None,
+        parents: ArrayLike | torch.Tensor | None = None,
         direct: bool | None = None,
     ) -> Plan:
         """Plan the next step; see `HostPlanner.plan`. The last one must be committed or aborted.
@@ -166,7 +166,7 @@ class ReplayDecodeWrapper:
         self,
         accepted: ArrayLike | torch.Tensor | None = None,
         *,
-        paths: Sequence[ArrayLike] | None = None,
+        paths: Sequence[ArrayLike] | torch.Tensor | None = None,
     ) -> NDArray[np.int32] | torch.Tensor:
         """Advance every sequence by its accepted tokens, by default all of its window.
 

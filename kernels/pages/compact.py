@@ -2,7 +2,8 @@
 
 The node at rank ``r`` of an accepted path is copied from row ``start + node`` of its sequence to
 row ``start + r``. Nodes of a path rise, so a target is never after its source: a program takes the
-ranks of its part of a sequence in order, and has read whatever it overwrites.
+ranks of its part of a sequence in order, and has read whatever it overwrites. Once a path has left
+the chain, all of its later nodes move; most paths that never do are found by one look.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _compact_kernel(
     rows_ptr, nodes_ptr, start_ptr, table_ptr,
     stride_layer, stride_page, stride_row, stride_h, stride_table_b,
     layers, width, values, ring, window, blocks,
-    BLOCK: tl.constexpr, PAGE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_T: tl.constexpr, PAGE_ROWS: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)  # all of the grid on axis 0
     block = (pid % blocks).to(tl.int32)
@@ -49,7 +50,9 @@ def _compact_kernel(
     start = tl.load(start_ptr + b)
     table_ptr += b * stride_table_b
     nodes_ptr += b * window
-    rank = start * 0
+    ranks = tl.arange(0, BLOCK_T)
+    nodes = tl.load(nodes_ptr + ranks, mask=ranks < window, other=-1)
+    rank = tl.min(tl.where(nodes > ranks, ranks, window))
     while rank < window:
         node = tl.load(nodes_ptr + rank)
         if node > rank:
@@ -106,6 +109,7 @@ def compact(
         rows, nodes, start, table,
         rows.stride(0), rows.stride(1), rows.stride(2), rows.stride(3), table.stride(0),
         rows.shape[0], width, values, rows.shape[2], window, blocks,
-        BLOCK=block, PAGE_ROWS=0 if ring else rows.shape[2],
+        BLOCK=block, BLOCK_T=max(triton.next_power_of_2(window), 16),
+        PAGE_ROWS=0 if ring else rows.shape[2],
         num_warps=config.num_warps,
     )  # fmt: skip

@@ -48,8 +48,9 @@ def _deadline(history, window, must, capacity):
 @triton.jit
 def _early_folds(
     sequence_ptr, window_ptr, record_ptr, wide_ptr,
-    entries, slots, uniform, most, capacity,
-    WINDOWS: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, BINS: tl.constexpr,
+    entries, slots, uniform, most, capacity, budget,
+    WINDOWS: tl.constexpr, BUDGET: tl.constexpr,
+    WORDS: tl.constexpr, ROWS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Sequences due before `limit` fold, and of those due then the first `quota` of the batch."""
     bins = tl.arange(0, BINS)
@@ -74,7 +75,10 @@ def _early_folds(
         start += ROWS
     cycle = tl.maximum(capacity // longest, 1)
     share = (batch + cycle - 1) // cycle
-    wanted = tl.maximum(tl.max(tl.cumsum(every, 0) - share * bins), 0)
+    every = tl.cumsum(every, 0)
+    if BUDGET:
+        share = tl.maximum(tl.maximum(share, budget), tl.max((every + bins) // (bins + 1)))
+    wanted = tl.maximum(tl.max(every - share * bins), 0)
     due = tl.cumsum(foldable, 0)
     whole = due <= wanted  # a prefix of the deadlines
     limit = tl.sum(whole.to(tl.int32))
@@ -84,15 +88,18 @@ def _early_folds(
 
 
 @triton.jit(
-    do_not_specialize=["entries", "bucket", "slots", "uniform", "most", "capacity", "ring"],
+    do_not_specialize=[
+        "entries", "bucket", "slots", "uniform", "most", "capacity", "ring", "budget",
+    ],
     do_not_specialize_on_alignment=["sequence_ptr", "window_ptr", "force_ptr"],
 )  # fmt: skip
 def _plan_step_kernel(
     slot_ptr, page_ptr, history_ptr, new_ptr, place_ptr, table_ptr,
     count_ptr, source_ptr, target_ptr, rows_ptr, old_table_ptr, ancestor_ptr, handle_ptr,
     sequence_ptr, window_ptr, force_ptr, record_ptr, wide_ptr,
-    entries, bucket, slots, uniform, most, capacity, ring,
-    WINDOWS: tl.constexpr, FORCE: tl.constexpr, SPREAD: tl.constexpr, DIRECT: tl.constexpr,
+    entries, bucket, slots, uniform, most, capacity, ring, budget,
+    WINDOWS: tl.constexpr, FORCE: tl.constexpr,
+    SPREAD: tl.constexpr, BUDGET: tl.constexpr, DIRECT: tl.constexpr,
     WORDS: tl.constexpr, PAGES: tl.constexpr, BLOCK_P: tl.constexpr,
     NODES: tl.constexpr, BLOCK_T: tl.constexpr, ROWS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +108,7 @@ def _plan_step_kernel(
     if SPREAD:
         limit, quota = _early_folds(
             sequence_ptr, window_ptr, record_ptr, wide_ptr,
-            entries, slots, uniform, most, capacity, WINDOWS, WORDS, ROWS, BINS,
+            entries, slots, uniform, most, capacity, budget, WINDOWS, BUDGET, WORDS, ROWS, BINS,
         )  # fmt: skip
     p = tl.arange(0, BLOCK_P)[None, :]
     folds = 0
@@ -194,12 +201,14 @@ def plan_step(
     capacity: int,
     ring: int,
     spread: bool,
+    budget: int = 0,
     direct: bool = False,
 ) -> None:
     """Launch over a plan's arrays, from `sequences` ``[entries]`` and `records` ``[slots, words]``.
 
     `windows` ``[entries]`` are clamped to ``0..most``; without them every window is `uniform`.
-    `force` ``[entries]`` is bool or uint8. A `direct` step has windows of 0 or 1.
+    `force` ``[entries]`` is bool or uint8. A `direct` step has windows of 0 or 1. `spread` folds
+    early: for the fair share of folds a step, or for `budget` of them (at most `entries`) if not 0.
     """
     bucket, pages = table.shape
     nodes = ancestors.shape[1]
@@ -211,8 +220,9 @@ def plan_step(
         fold_count, fold_source, fold_target, fold_rows, fold_table, ancestors, handle,
         sequences, sequences if windows is None else windows, sequences if force is None else force,
         records, records.view(torch.int64),
-        sequences.shape[0], bucket, records.shape[0], uniform, most, capacity, ring,
-        WINDOWS=windows is not None, FORCE=force is not None, SPREAD=spread, DIRECT=direct,
+        sequences.shape[0], bucket, records.shape[0], uniform, most, capacity, ring, budget,
+        WINDOWS=windows is not None, FORCE=force is not None,
+        SPREAD=spread, BUDGET=budget > 0, DIRECT=direct,
         WORDS=records.shape[1], PAGES=pages, BLOCK_P=triton.next_power_of_2(pages),
         NODES=nodes, BLOCK_T=triton.next_power_of_2(max(nodes, 1)), ROWS=rows,
         BINS=max(triton.next_power_of_2(capacity + 1), 32),

@@ -63,8 +63,11 @@ class Backend(Protocol):
     def prefers_direct(self, pool: StatePool, bucket: int) -> bool:
         """Whether a direct step of a `bucket` is faster than replay, as far as was measured."""
 
-    def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
-        """Move accepted tree nodes ``[batch, window]`` (-1: none) to where a chain's rows lie."""
+    def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32] | torch.Tensor) -> None:
+        """Move accepted tree nodes ``[batch, window]`` (-1: none) to where a chain's rows lie.
+
+        Of a plan made on the device they are an int32 tensor there, ``[bucket, max_window]``.
+        """
 
     def recode(
         self, pool: StatePool, pages: torch.Tensor, chosen: torch.Tensor, *, split: bool

@@ -6,179 +6,36 @@ step before it has run, or captured as a whole in a CUDA graph.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from ..checks import dtype_name
 from ..env import checks_enabled
-from ..errors import InputError, PlanError, UnsupportedError
+from ..errors import PlanError, UnsupportedError
 from ..pools import StatePool
+from . import device_checks as checks
+from .arguments import choose_bucket, goes_direct, step_width, window_array
+from .device_inputs import (
+    INTEGERS,
+    check_array,
+    count_vector,
+    forced_folds,
+    new_tokens,
+    parent_matrix,
+    path_matrix,
+    require_no_capture,
+)
+from .device_plan import DevicePlan
+from .device_step import CursorBackend, DeviceStep, StepRequest
+from .device_warmup import warm
 from .host import HostPlanner
-from .plan import Plan, PlanArrays, PlanBuffer
-from .policy import Policy
+from .plan import Plan, PlanBuffer
+from .policy import Deadline, Policy, full, get_policy, spread
 from .trees import mask_columns
 
 __all__ = ["CursorBackend", "DevicePlan", "DevicePlanner", "DeviceStep", "StepRequest"]
-
-_INTEGERS = (torch.int32, torch.int64)
-
-
-@dataclass(frozen=True)
-class StepRequest:
-    """What a device plan is made from.
-
-    Attributes
-    ----------
-    sequences : int32 or int64 [entries]
-        Handles, or slots where they are below 2^20. Anything else is a pad: negative numbers, free
-        slots, stale handles.
-    windows : int32 or int64 [entries], or None
-        Clamped to ``0..most``; without it every window is `uniform`.
-    force : bool [entries], or None
-    spread : bool
-        Whether the policy is ``"spread"`` instead of ``"full"``.
-    direct : bool
-        Whether the step moves states in place: what takes a token folds all its rows, and leaves a
-        checkpoint page that it does not own. Nothing folds early then.
-    """
-
-    sequences: torch.Tensor
-    windows: torch.Tensor | None
-    force: torch.Tensor | None
-    uniform: int
-    most: int
-    spread: bool
-    direct: bool = False
-
-
-@dataclass(frozen=True)
-class DeviceStep:
-    """The device arrays of a step, at fixed addresses.
-
-    Attributes
-    ----------
-    arrays : PlanArrays
-    handle : int64 [bucket]
-        Of the sequences when they were planned, -1 for pads.
-    counts : int32 [bucket]
-        Accepted tokens, once committed.
-    """
-
-    arrays: PlanArrays
-    handle: torch.Tensor
-    counts: torch.Tensor
-
-
-@runtime_checkable
-class CursorBackend(Protocol):
-    """Plans and moves cursors on the device of a pool, without a sync."""
-
-    def plan_step(self, pool: StatePool, step: DeviceStep, request: StepRequest) -> None:
-        """Write the whole of `step` but its counts; no cursor moves."""
-
-    def fold_step(self, pool: StatePool, step: DeviceStep) -> None:
-        """Move the cursors of the sequences that fold, or leave a shared page without rows."""
-
-    def commit_step(
-        self,
-        pool: StatePool,
-        step: DeviceStep,
-        accepted: torch.Tensor | None,
-        *,
-        direct: bool = False,
-    ) -> None:
-        """Advance histories by `accepted` ``[entries]``, clamped to 0..window, or by windows.
-
-        A `direct` step advances bases instead.
-        """
-
-    def abort_step(self, pool: StatePool, step: DeviceStep) -> None:
-        """Drop the windows of a step that has folded."""
-
-
-class DevicePlan(Plan):
-    """A plan that lies on the device.
-
-    ``batch`` counts entries; only the device knows which of them are pads. What a host plan knows
-    besides (``slots``, ``windows``, ``starts``, ``fold``, ...) is read from the device when it is
-    first asked for, which waits for it.
-    """
-
-    def __init__(
-        self,
-        pool: StatePool,
-        step: DeviceStep,
-        *,
-        batch: int,
-        bucket: int,
-        window: int,
-        held: NDArray[np.int64] | None,
-        direct: bool = False,
-        taken: NDArray[np.int32] | None = None,
-    ) -> None:
-        self.pool = pool
-        self.step = step
-        self.arrays = step.arrays
-        self.batch, self.bucket, self.window = batch, bucket, window
-        self.held = held  # slots, where the host knows them
-        self.taken = taken  # tokens of a direct step by entry, where the host knows them
-        self.parents = None
-        self.direct = direct
-        self.state = "planned"
-        self.layers_run = set()
-
-    def __repr__(self) -> str:
-        return f"DevicePlan(bucket={self.bucket}, window={self.window}, state={self.state!r})"
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in _READ:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        self._read()
-        return self.__dict__[name]
-
-    @property
-    def moved(self) -> bool:
-        """Whether a direct step has begun; its windows, which only the device knows, may be 0."""
-        return self.direct and bool(self.layers_run)
-
-    def ring_places(self) -> NDArray[np.int64]:
-        return self._host(self.arrays.conv_place).astype(np.int64)
-
-    def _host(self, array: torch.Tensor) -> NDArray[Any]:
-        values: NDArray[Any] = array[: self.batch].cpu().numpy().copy()  # not a view, on a CPU
-        return values
-
-    def _read(self) -> None:
-        arrays = self.arrays
-        count = int(arrays.fold_count)
-        self.handles = self._host(self.step.handle)
-        self.slots = self._host(arrays.slot).astype(np.int64)
-        self.windows = self._host(arrays.window)
-        self.starts = self._host(arrays.history)
-        self.pages = self._host(arrays.page)
-        self.table = self._host(arrays.table)
-        # A page belongs to one sequence once the folds are done, so it names its row.
-        targets = arrays.fold_target[:count].cpu().numpy()
-        order = np.argsort(self.pages, kind="stable")
-        self.fold_index = order[np.searchsorted(self.pages, targets, sorter=order)]
-        self.fold = np.zeros(self.batch, dtype=bool)
-        self.fold[self.fold_index] = True
-        self.fold_rows = self.starts.copy()
-        self.fold_rows[self.fold_index] = arrays.fold_rows[:count].cpu().numpy()
-
-
-_READ = frozenset(
-    {
-        "handles", "slots", "windows", "starts", "pages", "table",
-        "fold", "fold_index", "fold_rows",
-    }
-)  # fmt: skip
 
 
 class DevicePlanner(HostPlanner):
@@ -188,7 +45,8 @@ class DevicePlanner(HostPlanner):
 
     - Nothing waits for the device, and nothing is taken: a sequence owns the pages it can need.
     - Sequences may be a device tensor, of handles or slots. What does not live is a pad.
-    - Counts and windows on the device are clamped where the host would refuse them. With
+    - Counts and windows on the device are clamped where the host would refuse them, a parent that
+      does not come before its node counts as -1, and a path ends before its first wrong node. With
       ``REPLAYINFER_CHECK=1`` they are read and refused.
     - Who holds a sequence is known to the host only if it was named there. From plan to commit or
       abort, the named ones refuse fork, rollback, seed and free, as on the host; while a plan made
@@ -198,14 +56,15 @@ class DevicePlanner(HostPlanner):
       Once a layer has run, its commit takes the whole windows, whatever counts on the device say;
       the host refuses others where it knows handles, windows and counts. To hold a sequence back,
       give it a window of 0.
-    - No draft trees, and only the policies that have a name.
+    - Draft trees of pools with a `max_window` of up to 31, the bits of a mask; and only the
+      policies that have a name, since a function of host arrays cannot be called there.
 
     Parameters
     ----------
     pool : StatePool
     kernels : CursorBackend
         What makes the plan and moves the cursors: a backend.
-    policy : {"full", "spread"}
+    policy : {"full", "spread", "deadline:FOLDS"} or Deadline
     buckets : sequence of int, optional
 
     Notes
@@ -229,10 +88,11 @@ class DevicePlanner(HostPlanner):
                 "planner: got 'device' for a pool whose cursors are on the host; allowed with "
                 "StatePool(..., planner='device'); make the pool so, or plan on the host"
             )
-        if policy not in ("full", "spread"):
+        chosen = get_policy(policy)
+        if chosen not in (full, spread) and type(chosen) is not Deadline:
             raise UnsupportedError(
-                f"policy: got {policy!r}; allowed full or spread on the device; pick one, or plan "
-                "on the host"
+                f"policy: got {policy!r}; allowed full, spread or deadline:FOLDS on the device; "
+                "pick one, or plan on the host"
             )
         if not isinstance(kernels, CursorBackend):
             raise UnsupportedError(
@@ -240,9 +100,8 @@ class DevicePlanner(HostPlanner):
                 "device; allowed torch, triton, or one with the methods of CursorBackend; plan on "
                 "the host"
             )
-        super().__init__(pool, policy=policy, buckets=buckets)
+        super().__init__(pool, policy=chosen, buckets=buckets)
         self.kernels = kernels
-        self._spread = policy == "spread"
         self._steps: dict[int, DeviceStep] = {}
         self._checks = checks_enabled()
         pool.on_device.ahead = True
@@ -255,10 +114,10 @@ class DevicePlanner(HostPlanner):
         bucket: int | None = None,
         window: int | None = None,
         force_fold: ArrayLike | torch.Tensor | None = None,
-        parents: ArrayLike | None = None,
+        parents: ArrayLike | torch.Tensor | None = None,
         direct: bool | Callable[[int], bool] = False,
     ) -> DevicePlan:
-        """Plan one step; enqueues one kernel.
+        """Plan one step; enqueues one kernel, or two for draft trees.
 
         Parameters
         ----------
@@ -274,66 +133,69 @@ class DevicePlanner(HostPlanner):
             Tokens per row of the step's tensors. If omitted the longest of `windows`, or the pool's
             `max_window` where they are on the device.
         force_fold : bool, bool array or Tensor, optional
-        parents
-            Refused: plan those steps on the host.
+        parents : int32 or int64 Tensor, or integers, [entries, window], optional
+            As on the host. Rows of pads, and what lies beyond a window, do not matter; with windows
+            on the host and parents there, those of pads are looked at like all others.
         direct : bool or function of the bucket
             As on the host. Windows on the device can be those of a direct step only with
             ``window=1``. What is chosen depends on the bucket and `window` alone, so that a CUDA
-            graph is always of one kind, and graphs of either kind may follow each other.
+            graph is always of one kind, and graphs of either kind may follow each other; a step of
+            draft trees is never direct.
 
         Raises
         ------
         InputError, StaleHandleError, PlanError
             Nothing has changed then.
         UnsupportedError
-            Draft trees.
+            Draft trees in a pool of larger windows than a mask has bits.
         """
         pool, cur = self.pool, self.pool.cursors
-        if parents is not None:
-            raise UnsupportedError(
-                "plan: got draft trees; allowed chains, on the device; use a wrapper with "
-                "planner='host'"
-            )
+        tree = parents is not None
         held = None
         if isinstance(sequences, torch.Tensor):
             cur.require_awake()
-            entries = self._entries(sequences)
+            check_array(pool, "sequences", sequences, INTEGERS, (None,), "handles or slots")
+            entries = int(sequences.shape[0])
             given = sequences
         else:
-            self._require_no_capture("sequences")
+            require_no_capture(pool, "sequences")
             held = cur.resolve(sequences, on_device=True)
             entries = int(held.size)
             given = pool.upload(torch.from_numpy(np.array(sequences, dtype=np.int64).reshape(-1)))
-        uniform, new, longest = self._new_tokens(windows, entries)
-        size = self._bucket(entries, bucket)
+        uniform, new, longest = new_tokens(pool, windows, entries)
+        size = choose_bucket(self.buckets, entries, bucket)
         if isinstance(windows, torch.Tensor) and window is None:
             window = pool.max_window
         most = np.array([longest], dtype=np.int32)
-        width = self._width(most, window)
-        goes_direct = self._goes_direct(direct, most, width, False, size)
-        force = self._force(force_fold, entries)
-        if size in self._in_use:
-            raise PlanError(
-                f"plan: got a second plan in bucket {size} before the first was committed or "
-                "aborted; allowed one at a time, since their arrays share addresses; finish it, or "
-                "use another wrapper"
-            )
-        spread = self._spread and not goes_direct
-        request = StepRequest(given, new, force, uniform, width, spread, goes_direct)
+        width = step_width(pool, most, window)
+        moves = goes_direct(direct, most, width, tree, size)
+        force = forced_folds(pool, force_fold, entries)
+        wins = None  # where the host knows them
+        if (tree or moves) and not isinstance(windows, torch.Tensor):
+            wins = window_array(pool, windows, entries)
+        lines, good = None, None
+        if parents is not None:
+            lines, good = parent_matrix(pool, parents, wins, (entries, width))
+        self._require_unused(size)
+        early, budget = self._early(entries, moves)
+        request = StepRequest(
+            given, new, force, uniform, width, early, moves, budget=budget, parents=lines
+        )
         if self._checks:
-            _check_request(request)
+            checks.check_request(request)
         step = self._step(size)
         self.kernels.plan_step(pool, step, request)
+        if self._checks and lines is not None:
+            checks.check_trees(step, lines)
         if held is None:
             cur.unnamed += 1
         else:
             cur.busy[held] = True
-        taken = None
-        if goes_direct and held is not None and not isinstance(windows, torch.Tensor):
-            taken = self._windows(windows, entries)
+        known = None if good is None or wins is None else (good, wins)
         plan = DevicePlan(
-            pool, step, batch=entries, bucket=size, window=width, held=held, direct=goes_direct,
-            taken=taken,
+            pool, step, batch=entries, bucket=size, window=width, held=held, direct=moves,
+            tree=tree, known=None if held is None else known,
+            taken=wins if moves and held is not None else None,
         )  # fmt: skip
         self._in_use[size] = plan
         return plan
@@ -343,6 +205,41 @@ class DevicePlanner(HostPlanner):
         self.require(plan, "planned", "fold")
         self.kernels.fold_step(self.pool, self._steps[plan.bucket])
         plan.state = "folded"
+
+    def accept(  # type: ignore[override]  # what the host has as arrays stays on the device
+        self, plan: Plan, paths: Sequence[ArrayLike] | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What accepted `paths` of draft trees are: their counts and nodes; enqueues one kernel.
+
+        Parameters
+        ----------
+        paths : int32 or int64 Tensor [entries, window], or a list of nodes per entry
+            From the root down, -1 behind each path. Those of pads do not matter. On the device a
+            path is cut before its first node that is no child of the one before it, or lies beyond
+            the window; ``REPLAYINFER_CHECK=1`` refuses it. On the host it is refused where handles,
+            windows and parents were given there, too.
+
+        Returns
+        -------
+        counts : int32 Tensor [entries]
+            Nodes accepted, 0 for pads.
+        nodes : int32 Tensor [bucket, max_window]
+            -1 beyond each path. Both at addresses that stay the same for the bucket.
+
+        Raises
+        ------
+        InputError
+            Paths of the wrong form; nothing has changed then.
+        PlanError
+            The plan has not folded yet, or is finished.
+        """
+        self.require(plan, "folded", "commit")
+        assert isinstance(plan, DevicePlan)
+        given = path_matrix(plan, paths)
+        if self._checks:
+            checks.check_nodes(plan, given)
+        self.kernels.accept_paths(self.pool, plan.step, given)
+        return plan.step.counts[: plan.batch], plan.step.nodes
 
     def commit(  # type: ignore[override]  # what the host has as an array stays on the device
         self, plan: Plan, accepted: ArrayLike | torch.Tensor | None = None
@@ -371,12 +268,12 @@ class DevicePlanner(HostPlanner):
         """
         self.require(plan, "folded", "commit")
         assert isinstance(plan, DevicePlan)
-        counts = None if accepted is None else self._counts(plan, accepted)
+        counts = None if accepted is None else count_vector(plan, accepted)
         if self._checks and counts is not None:
-            _check_counts(plan, counts)
+            checks.check_counts(plan, counts)
         if plan.moved:
             if accepted is not None and not isinstance(accepted, torch.Tensor):
-                _check_taken(plan, np.asarray(accepted))
+                checks.check_taken(plan, np.asarray(accepted))
             counts = None  # a state that has moved takes no token back
         self.kernels.commit_step(self.pool, plan.step, counts, direct=plan.direct)
         self._finish(plan, "committed")
@@ -416,109 +313,13 @@ class DevicePlanner(HostPlanner):
         """Launch every kernel of a step on a plan of pads: none moves a cursor.
 
         Sequences as handles or slots of int64, windows of one length or int32, with and without
-        forced folds, counts of either type. Kernels for other types are compiled when they are
-        first given.
+        forced folds, counts of either type, and for windows of several tokens parents and paths of
+        either type. Kernels for other types are compiled when they are first given.
         """
         assert isinstance(plan, DevicePlan)
         pool, step = self.pool, plan.step
-        pads = torch.full((plan.bucket,), -1, dtype=torch.int64, device=pool.device)
-        zeros = torch.zeros(plan.bucket, dtype=torch.int32, device=pool.device)
-        for windows, force in itertools.product((None, zeros), (None, zeros.bool())):
-            spread = self._spread and not plan.direct
-            request = StepRequest(pads, windows, force, 1, plan.window, spread, plan.direct)
-            self.kernels.plan_step(pool, step, request)
-        self.kernels.fold_step(pool, step)
-        for counts in (None, zeros, zeros.long()):
-            self.kernels.commit_step(pool, step, counts, direct=plan.direct)
-        self.kernels.abort_step(pool, step)
-
-    # Arguments --------------------------------------------------------------------------------
-
-    def _entries(self, sequences: torch.Tensor) -> int:
-        self._check_vector("sequences", sequences, _INTEGERS, None, "handles or slots")
-        return int(sequences.shape[0])
-
-    def _new_tokens(
-        self, windows: ArrayLike | torch.Tensor | None, entries: int
-    ) -> tuple[int, torch.Tensor | None, int]:
-        """The window of all, or those of each, and the longest that the host knows of."""
-        if windows is None:
-            return 1, None, 1
-        if isinstance(windows, torch.Tensor):
-            self._check_vector("windows", windows, _INTEGERS, entries, "one window per entry")
-            return 0, windows, 0
-        values = self._windows(windows, entries)
-        longest = int(values.max(initial=0))
-        if np.ndim(windows) == 0:
-            return longest, None, longest
-        self._require_no_capture("windows")
-        return 0, self.pool.upload(torch.from_numpy(values)), longest
-
-    def _force(
-        self, force_fold: ArrayLike | torch.Tensor | None, entries: int
-    ) -> torch.Tensor | None:
-        if force_fold is None:
-            return None
-        if isinstance(force_fold, torch.Tensor) and force_fold.dim():
-            allowed = (torch.bool,)
-            self._check_vector("force_fold", force_fold, allowed, entries, "one flag per entry")
-            return force_fold
-        values = self._mask(force_fold, entries)
-        if not values.any():
-            return None
-        self._require_no_capture("force_fold")
-        return self.pool.upload(torch.from_numpy(values.copy()))
-
-    def _counts(self, plan: DevicePlan, accepted: ArrayLike | torch.Tensor) -> torch.Tensor:
-        advice = "one count per entry of the plan, pads included"
-        counts = accepted
-        if not isinstance(counts, torch.Tensor):
-            try:
-                counts = torch.from_numpy(np.array(accepted))
-            except (TypeError, ValueError):
-                raise InputError(
-                    f"accepted: got {type(accepted).__name__}; allowed int32 or int64 "
-                    f"[{plan.batch}]; give {advice}"
-                ) from None
-            if not counts.numel():
-                counts = counts.int()
-        on_host = counts.device.type == "cpu" and self.pool.device.type != "cpu"
-        device = counts.device if on_host else self.pool.device
-        self._check_vector("accepted", counts, _INTEGERS, plan.batch, advice, device)
-        if on_host:
-            self._require_no_capture("accepted")
-            return self.pool.upload(counts)
-        return counts
-
-    def _check_vector(
-        self,
-        name: str,
-        value: torch.Tensor,
-        dtypes: tuple[torch.dtype, ...],
-        entries: int | None,
-        advice: str,
-        device: torch.device | None = None,
-    ) -> None:
-        device = device or self.pool.device
-        fits = value.dim() == 1 and value.dtype in dtypes and value.device == device
-        if fits and entries is not None:
-            fits = value.shape[0] == entries
-        if not fits or not value.is_contiguous():
-            allowed = " or ".join(dtype_name(d) for d in dtypes)
-            raise InputError(
-                f"{name}: got {dtype_name(value.dtype)} {list(value.shape)} of strides "
-                f"{list(value.stride())} on {value.device}; allowed contiguous {allowed} "
-                f"[{'entries' if entries is None else entries}] on {device}; give {advice}"
-            )
-
-    def _require_no_capture(self, name: str) -> None:
-        """A graph would replay the upload of what a host array held at capture."""
-        if self.pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise PlanError(
-                f"{name}: got values on the host while the stream captures a CUDA graph; allowed a "
-                "tensor on the device, since a graph would replay these; write new values into it "
-                "before each replay"
-            )
+        early, budget = self._early(plan.bucket, plan.direct)
+        warm(self.kernels, pool, step, plan.window, early, budget, plan.direct)
 
     # Order ------------------------------------------------------------------------------------
 
@@ -529,11 +330,7 @@ class DevicePlanner(HostPlanner):
             buffer = self._buffers[bucket] = PlanBuffer(
                 bucket, pool.sizes.pages_per_sequence, mask_columns(pool.max_window), pool.device
             )
-            step = self._steps[bucket] = DeviceStep(
-                buffer.arrays,
-                torch.full((bucket,), -1, dtype=torch.int64, device=pool.device),
-                torch.zeros(bucket, dtype=torch.int32, device=pool.device),
-            )
+            step = self._steps[bucket] = DeviceStep.make(buffer.arrays, pool.max_window)
         return step
 
     def _finish(self, plan: Plan, state: str) -> None:
@@ -545,49 +342,11 @@ class DevicePlanner(HostPlanner):
         plan.state = state  # type: ignore[assignment]
         del self._in_use[plan.bucket]
 
+    def _early(self, entries: int, direct: bool) -> tuple[bool, int]:
+        """Whether the policy folds early, and the folds that it grants a step; 0: the fair share.
 
-def _check_request(request: StepRequest) -> None:
-    """Refuse what the kernel would clamp, or plan twice; syncs."""
-    named = request.sequences[request.sequences >= 0].cpu().numpy()
-    slots = named & ((1 << 20) - 1)
-    if np.unique(slots).size != slots.size:
-        twice = int(np.flatnonzero(np.bincount(slots) > 1)[0])
-        raise InputError(
-            f"sequences: got slot {twice} twice; allowed each once; remove the duplicate"
-        )
-    if request.windows is not None and request.windows.numel():
-        low, high = int(request.windows.min()), int(request.windows.max())
-        if low < 0 or high > request.most:
-            raise InputError(
-                f"windows: got {low if low < 0 else high}; allowed 0..{request.most}; without "
-                "REPLAYINFER_CHECK it is clamped"
-            )
-
-
-def _check_counts(plan: DevicePlan, counts: torch.Tensor) -> None:
-    """Refuse what the kernel would clamp; syncs."""
-    given = counts.cpu().numpy()
-    windows = plan.step.arrays.window.cpu().numpy()[: plan.batch]
-    live = plan.step.handle.cpu().numpy()[: plan.batch] >= 0
-    least = windows if plan.moved else 0 * windows
-    bad = live & ((given < least) | (given > windows))
-    if bad.any():
-        i = int(np.flatnonzero(bad)[0])
-        what = "what its direct step took" if plan.moved else "its window"
-        raise InputError(
-            f"accepted: got {int(given[i])} for entry {i} of the plan; allowed "
-            f"{least[i]}..{windows[i]}, {what}; nothing was committed; without REPLAYINFER_CHECK "
-            "it is clamped"
-        )
-
-
-def _check_taken(plan: DevicePlan, given: NDArray[Any]) -> None:
-    """Refuse to drop a token of a direct step, where the host can see it without a wait."""
-    if plan.taken is None or not (short := given < plan.taken).any():
-        return
-    i = int(np.flatnonzero(short)[0])
-    raise InputError(
-        f"accepted: got {int(given[i])} for entry {i} of a direct step; allowed {plan.taken[i]}, "
-        "its window, since its state has moved already; commit it and free the sequence, or plan "
-        "with direct=False where a token may be refused"
-    )
+        More than all cannot fold, so a larger budget is that of all.
+        """
+        if isinstance(self.policy, Deadline) and not direct:
+            return True, min(self.policy.folds, max(entries, 1))
+        return self.policy is spread and not direct, 0

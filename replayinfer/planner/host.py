@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,10 +10,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..errors import InputError, PlanError
 from ..pools import StatePool
+from .arguments import (
+    choose_bucket,
+    count_array,
+    flag_array,
+    goes_direct,
+    step_width,
+    window_array,
+)
 from .changes import step_changes
 from .plan import Plan, PlanBuffer
 from .policy import Policy, get_policy
-from .trees import ancestor_masks, check_parents, mask_columns
+from .trees import ancestor_masks, check_parents, check_paths, mask_columns
 
 __all__ = ["HostPlanner"]
 
@@ -103,25 +110,20 @@ class HostPlanner:
         pool, cur = self.pool, self.pool.cursors
         slots = cur.resolve(sequences)
         n = int(slots.size)
-        wins = self._windows(windows, n)
-        forced = self._mask(force_fold, n)
-        size = self._bucket(n, bucket)
-        width = self._width(wins, window)
+        wins = window_array(pool, windows, n)
+        forced = flag_array(force_fold, n)
+        size = choose_bucket(self.buckets, n, bucket)
+        width = step_width(pool, wins, window)
         tree = None if parents is None else check_parents(parents, wins, width)
-        if size in self._in_use:
-            raise PlanError(
-                f"plan: got a second plan in bucket {size} before the first was committed or "
-                "aborted; allowed one at a time, since their arrays share addresses; finish it, or "
-                "use another wrapper"
-            )
+        self._require_unused(size)
 
         pool.refresh(slots)
         history = cur.history[slots]
-        goes_direct = self._goes_direct(direct, wins, width, tree is not None, size)
-        todo = step_changes(pool, self.policy, slots, wins, forced, goes_direct)
-        if goes_direct and direct is not True and not todo.fit(pool):
-            goes_direct = False
-            todo = step_changes(pool, self.policy, slots, wins, forced, goes_direct)
+        moves = goes_direct(direct, wins, width, tree is not None, size)
+        todo = step_changes(pool, self.policy, slots, wins, forced, moves)
+        if moves and direct is not True and not todo.fit(pool):
+            moves = False
+            todo = step_changes(pool, self.policy, slots, wins, forced, moves)
         pool.checkpoint_ids.require(todo.taken)
         pool.input_ids.require(todo.needed)
 
@@ -169,7 +171,7 @@ class HostPlanner:
             fold_index=index, pages=pages, table=table,
             taken_checkpoints=taken_checkpoints, taken_inputs=taken_inputs,
             released_checkpoints=released, released_inputs=todo.dropped, parents=tree,
-            direct=goes_direct,
+            direct=moves,
         )  # fmt: skip
         self._in_use[size] = plan
         return plan
@@ -191,6 +193,32 @@ class HostPlanner:
         pool.push(slots)
         plan.state = "folded"
 
+    def accept(
+        self, plan: Plan, paths: Sequence[ArrayLike] | torch.Tensor
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """What accepted `paths` of draft trees are: their counts and nodes; no cursor moves.
+
+        Their rows are compacted then, and `commit` takes the counts. Paths in a tensor on a device
+        are waited for.
+
+        Returns
+        -------
+        counts : int32 [batch]
+        nodes : int32 [batch, window]
+            -1 beyond each path.
+
+        Raises
+        ------
+        InputError
+            A path that does not start at the history, skips a parent, or leaves the window.
+        PlanError
+            The plan has not folded yet, or is finished.
+        """
+        self.require(plan, "folded", "commit")
+        assert plan.parents is not None, "paths of a plan of chains"
+        given = paths.cpu().numpy() if isinstance(paths, torch.Tensor) else paths
+        return check_paths(given, plan.parents, plan.windows)
+
     def commit(
         self, plan: Plan, accepted: ArrayLike | torch.Tensor | None = None
     ) -> NDArray[np.int32]:
@@ -208,7 +236,7 @@ class HostPlanner:
             The plan has not folded yet, or is finished.
         """
         self.require(plan, "folded", "commit")
-        counts = plan.windows if accepted is None else self._accepted(plan, accepted)
+        counts = plan.windows if accepted is None else count_array(plan, accepted)
         pool, cur = self.pool, self.pool.cursors
         if plan.direct:
             cur.base[plan.slots] += counts
@@ -255,126 +283,6 @@ class HostPlanner:
         if free:
             pool.free(plan.handles[plan.windows > 0])
 
-    # Arguments --------------------------------------------------------------------------------
-
-    def _windows(self, windows: ArrayLike | None, n: int) -> NDArray[np.int32]:
-        if windows is None:
-            return np.ones(n, dtype=np.int32)
-        given = _array(windows, np.int32)
-        if given.dtype.kind not in "iu" or given.ndim > 1 or (given.ndim and given.size != n):
-            raise InputError(
-                f"windows: got {given.dtype} {list(given.shape)}; allowed an integer or an integer "
-                f"array [{n}]; give one window per sequence"
-            )
-        limit = self.pool.max_window
-        low, high = int(given.min(initial=0)), int(given.max(initial=0))
-        if low < 0 or high > limit:
-            raise InputError(
-                f"windows: got {low if low < 0 else high}; allowed 0..{limit} (max_window of the "
-                "pool); make the pool with a larger max_window, since no window is truncated"
-            )
-        return np.broadcast_to(given, (n,)).astype(np.int32)
-
-    def _mask(self, mask: ArrayLike | None, n: int) -> NDArray[np.bool_]:
-        if mask is None:
-            return np.zeros(n, dtype=bool)
-        given = _array(mask, np.bool_)
-        if given.dtype != np.bool_ or given.ndim > 1 or (given.ndim and given.size != n):
-            raise InputError(
-                f"force_fold: got {given.dtype} {list(given.shape)}; allowed a bool or a bool "
-                f"array [{n}]; give one flag per sequence"
-            )
-        return np.broadcast_to(given, (n,))
-
-    def _bucket(self, n: int, bucket: int | None) -> int:
-        if bucket is None:
-            for size in self.buckets:
-                if size >= n:
-                    return size
-            if self.buckets:
-                raise InputError(
-                    f"sequences: got {n}; allowed at most the largest bucket, {self.buckets[-1]}; "
-                    "add a bucket or split the batch"
-                )
-            return max(n, 1)
-        if isinstance(bucket, bool) or not isinstance(bucket, int) or bucket < max(n, 1):
-            raise InputError(
-                f"bucket: got {bucket!r}; allowed an integer >= {max(n, 1)}; pad to at least the "
-                f"batch"
-            )
-        return bucket
-
-    def _width(self, windows: NDArray[np.int32], window: int | None) -> int:
-        longest = int(windows.max(initial=0))
-        if window is None:
-            return max(longest, 1)
-        limit = self.pool.max_window
-        if (
-            isinstance(window, bool)
-            or not isinstance(window, int)
-            or not (max(longest, 1) <= window <= limit)
-        ):
-            raise InputError(
-                f"window: got {window!r}; allowed {max(longest, 1)}..{limit}; it is the token "
-                "axis of the step's tensors"
-            )
-        return window
-
-    def _goes_direct(
-        self,
-        direct: bool | Callable[[int], bool],
-        windows: NDArray[np.int32],
-        width: int,
-        tree: bool,
-        bucket: int,
-    ) -> bool:
-        if not isinstance(direct, bool) and not callable(direct):
-            raise InputError(
-                f"direct: got {direct!r}; allowed a bool or a function of the bucket; say whether "
-                "the step moves the states themselves"
-            )
-        if direct is False:
-            return False
-        longest = int(windows.max(initial=0))
-        if direct is not True:
-            return not tree and width == 1 and bool(direct(bucket))
-        advice = "plan it with direct=False, since a state that has moved takes no token back"
-        if tree:
-            raise InputError(
-                f"parents: got draft trees for a direct step; allowed windows of 0 or 1; {advice}"
-            )
-        if longest > 1 or width > 1:
-            name, got = ("windows", longest) if longest > 1 else ("window", width)
-            allowed = "0 or 1" if longest > 1 else "1"
-            raise InputError(f"{name}: got {got} for a direct step; allowed {allowed}; {advice}")
-        return True
-
-    def _accepted(self, plan: Plan, accepted: ArrayLike | torch.Tensor) -> NDArray[np.int32]:
-        if isinstance(accepted, torch.Tensor):
-            accepted = accepted.cpu().numpy()
-        counts = _array(accepted, np.int32)
-        if counts.dtype.kind not in "iu" or counts.shape != (plan.batch,):
-            raise InputError(
-                f"accepted: got {counts.dtype} {list(counts.shape)}; allowed integers "
-                f"[{plan.batch}]; give one count per sequence, pads left out"
-            )
-        bad = (counts < 0) | (counts > plan.windows)
-        if bad.any():
-            i = int(np.flatnonzero(bad)[0])
-            raise InputError(
-                f"accepted: got {int(counts[i])} for sequence {i} of the plan; allowed "
-                f"0..{int(plan.windows[i])}, its window; nothing was committed"
-            )
-        short = counts < plan.windows
-        if plan.moved and short.any():
-            i = int(np.flatnonzero(short)[0])
-            raise InputError(
-                f"accepted: got 0 for sequence {i} of a direct step; allowed 1, its window, since "
-                "its state has moved already; commit it and free the sequence, or plan with "
-                "direct=False where a token may be refused"
-            )
-        return counts.astype(np.int32)
-
     # Order ------------------------------------------------------------------------------------
 
     def require(self, plan: Plan, state: str, action: str) -> None:
@@ -391,19 +299,18 @@ class HostPlanner:
                 "planner that made it"
             )
 
+    def _require_unused(self, bucket: int) -> None:
+        if bucket in self._in_use:
+            raise PlanError(
+                f"plan: got a second plan in bucket {bucket} before the first was committed or "
+                "aborted; allowed one at a time, since their arrays share addresses; finish it, or "
+                "use another wrapper"
+            )
+
     def _finish(self, plan: Plan, state: str) -> None:
         self.pool.cursors.busy[plan.slots] = False
         plan.state = state  # type: ignore[assignment]
         del self._in_use[plan.bucket]
-
-
-def _array(values: ArrayLike, dtype: type[np.generic]) -> NDArray[Any]:
-    """As numpy reads it; an empty list, which it takes for floats, becomes `dtype`."""
-    try:
-        array = np.asarray(values)
-    except ValueError:  # lists of several lengths
-        array = np.asarray(values, dtype=object)
-    return array if array.size else array.astype(dtype)
 
 
 _NO_IDS: NDArray[np.int32] = np.empty(0, dtype=np.int32)

@@ -217,6 +217,11 @@ class Plan:
         return tokens % self.pool.conv.ring
 
     @property
+    def tree(self) -> bool:
+        """Whether the windows are draft trees, so that commit takes paths."""
+        return self.parents is not None
+
+    @property
     def moved(self) -> bool:
         """Whether a direct step has begun to move states, so that no token can be dropped."""
         return self.direct and bool(self.layers_run) and bool(self.windows.any())

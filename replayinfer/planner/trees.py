@@ -6,7 +6,7 @@ A window of T nodes is a tree when a plan is given ``parents``: node ``t`` conti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,9 @@ __all__ = [
     "check_paths",
     "convolution_sources",
     "mask_columns",
+    "pad_paths",
+    "parent_array",
+    "parents_of",
 ]
 
 _BITS = 31  # of an int32 that are not its sign
@@ -34,13 +37,7 @@ def check_parents(parents: ArrayLike, windows: NDArray[np.int32], width: int) ->
     InputError
         A shape or dtype that does not fit, or a parent that does not come before its node.
     """
-    given = _array(parents)
-    shape = (windows.size, width)
-    if given.dtype.kind not in "iu" or given.shape != shape:
-        raise InputError(
-            f"parents: got {given.dtype} {list(given.shape)}; allowed integers {list(shape)}; "
-            "give the parent of every node, -1 for one that continues the history"
-        )
+    given = parent_array(parents, (windows.size, width))
     node = np.arange(width)
     live = node < windows[:, None]
     bad = live & ((given < -1) | (given >= node))
@@ -51,6 +48,17 @@ def check_parents(parents: ArrayLike, windows: NDArray[np.int32], width: int) ->
             "number the nodes so that parents come first"
         )
     return np.where(live, given, -1).astype(np.int32)
+
+
+def parent_array(parents: ArrayLike, shape: tuple[int, int]) -> NDArray[np.integer[Any]]:
+    """Parents of whatever value, or an `InputError` where their shape or dtype does not fit."""
+    given = _array(parents)
+    if given.dtype.kind not in "iu" or given.shape != shape:
+        raise InputError(
+            f"parents: got {given.dtype} {list(given.shape)}; allowed integers {list(shape)}; "
+            "give the parent of every node, -1 for one that continues the history"
+        )
+    return given
 
 
 def ancestors(parents: NDArray[np.int32]) -> NDArray[np.bool_]:
@@ -85,6 +93,16 @@ def ancestor_masks(parents: NDArray[np.int32] | None, columns: int) -> NDArray[n
         parent = parents[:, t]
         masks[:, t] |= np.where(parent >= 0, masks[row, parent], 0)
     return masks
+
+
+def parents_of(masks: NDArray[np.int32], width: int) -> NDArray[np.int32]:
+    """The parents ``[batch, width]`` behind `ancestor_masks` ``[batch, columns]``."""
+    columns = masks.shape[1]
+    parents = np.full((len(masks), width), -1, dtype=np.int32)
+    above = masks & ~(np.int32(1) << np.arange(columns, dtype=np.int32))
+    newest = np.frexp(above.astype(np.float64))[1] - 1  # the highest bit; -1 of none
+    parents[:, :columns] = newest[:, :width]
+    return parents
 
 
 def convolution_sources(parents: NDArray[np.int32], taps: int) -> NDArray[np.int64]:
@@ -126,22 +144,9 @@ def check_paths(
         A path that does not start at the history, skips a parent, or leaves the window.
     """
     n, width = parents.shape
-    if len(paths) != n:
-        raise InputError(
-            f"paths: got {len(paths)} paths; allowed {n}; give one path per sequence, [] for none"
-        )
     nodes = np.full((n, width), -1, dtype=np.int32)
     counts = np.zeros(n, dtype=np.int32)
-    for i, path in enumerate(paths):
-        given = _array(path)
-        if given.size and (given.ndim != 1 or given.dtype.kind not in "iu"):
-            raise InputError(
-                f"paths: got {given.dtype} {list(given.shape)} for sequence {i}; allowed a flat "
-                "list of node indices; pass the accepted nodes from the root down"
-            )
-        steps = [int(t) for t in given] if given.size else []
-        while steps and steps[-1] == -1:
-            steps.pop()
+    for i, steps in enumerate(_steps(paths, n)):
         above = -1
         for t in steps:
             if not 0 <= t < windows[i] or parents[i, t] != above:
@@ -154,6 +159,50 @@ def check_paths(
         nodes[i, : len(steps)] = steps
         counts[i] = len(steps)
     return counts, nodes
+
+
+def pad_paths(
+    paths: Sequence[ArrayLike] | NDArray[np.integer], n: int, width: int
+) -> NDArray[np.int32]:
+    """Paths ``[n, width]`` of trees that are not known here, padded with -1.
+
+    Raises
+    ------
+    InputError
+        What cannot be a path of any tree of so many nodes.
+    """
+    nodes = np.full((n, width), -1, dtype=np.int32)
+    for i, steps in enumerate(_steps(paths, n)):
+        above = -1
+        for t in steps:
+            if not above < t < width:
+                raise InputError(
+                    f"paths: got node {t} after node {above} for entry {i}; allowed a child of "
+                    f"{above} among nodes 0..{width - 1}; pass the accepted nodes from the root "
+                    "down"
+                )
+            above = t
+        nodes[i, : len(steps)] = steps
+    return nodes
+
+
+def _steps(paths: Sequence[ArrayLike] | NDArray[np.integer], n: int) -> Iterator[list[int]]:
+    """The nodes of every path, without the -1 that end it."""
+    if len(paths) != n:
+        raise InputError(
+            f"paths: got {len(paths)} paths; allowed {n}; give one path per sequence, [] for none"
+        )
+    for i, path in enumerate(paths):
+        given = _array(path)
+        if given.size and (given.ndim != 1 or given.dtype.kind not in "iu"):
+            raise InputError(
+                f"paths: got {given.dtype} {list(given.shape)} for sequence {i}; allowed a flat "
+                "list of node indices; pass the accepted nodes from the root down"
+            )
+        steps = [int(t) for t in given] if given.size else []
+        while steps and steps[-1] == -1:
+            steps.pop()
+        yield steps
 
 
 def _array(values: ArrayLike) -> NDArray[Any]:

@@ -83,6 +83,7 @@ def vary(bases, **choices) -> list[Case]:
 
 def poison_dead(pool: StatePool) -> None:
     """Put NaN wherever a pool may hold anything: dead rows, free pages, old convolution rows."""
+    pool.refresh()
     cur, rows = pool.cursors, pool.sizes.page_rows
     live = cur.live
     kept = torch.zeros(pool.sizes.input_pages, rows, dtype=torch.bool)

@@ -13,9 +13,10 @@ from replayinfer.backends.torch import TorchBackend
 from replayinfer.backends.triton import TritonBackend
 from replayinfer.planner import DevicePlanner
 from replayinfer.planner.device import StepRequest
-from replayinfer.testing import layer_weights, mamba2_inputs
+from replayinfer.testing import conv_inputs, layer_weights, mamba2_inputs
 
 from ..planner_device.kit import check_books, host_plan, read, small_pool
+from ..trees.forest import matrix, path_to
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -29,7 +30,7 @@ BUCKET = 6
     [
         (40, "full", 6, 3, torch.int64),
         (1024, "spread", 16, 1, torch.int32),
-        (1500, "spread", 33, 4, torch.int64),  # two tiles
+        (1500, "deadline:250", 33, 4, torch.int64),  # two tiles; the fair share is 188
     ],
 )
 def test_the_plan_is_the_hosts(sequences, policy, capacity, most, dtype, seed):
@@ -97,23 +98,28 @@ def test_moves_are_those_of_the_torch_operators(seed):
 class Twin:
     """A device-planned pool and a host-planned one, with the same weights and tokens."""
 
-    def __init__(self, rng):
-        self.rng = rng
+    def __init__(self, rng, *, window=1, conv=False, policy="full", **options):
+        self.rng, self.conv = rng, conv
+        options = {"capacity": 4, "page_rows": 2, "max_window": window} | options
         weights = [layer_weights(SPEC, rng) for _ in LAYERS]
         self.pools = []
         for planner in ("device", "host"):
             pool = StatePool(
-                SPEC, LAYERS, BUCKET + 3, capacity=4, page_rows=2, format="fp32_split",
-                dtype=torch.bfloat16, checkpoint_pages=40, input_pages=80, planner=planner,
-                device=DEVICE,
+                SPEC, LAYERS, BUCKET + 3, format="fp32_split", dtype=torch.bfloat16,
+                checkpoint_pages=40, input_pages=80, planner=planner, device=DEVICE, **options,
             )  # fmt: skip
             for layer, values in zip(LAYERS, weights, strict=True):
                 pool.bind(layer, **{name: v.to(DEVICE) for name, v in values.items()})
             self.pools.append(pool)
         self.wrappers = [
-            ReplayDecodeWrapper(p, backend="triton", direct="never") for p in self.pools
+            ReplayDecodeWrapper(p, backend="triton", policy=policy, direct="never")
+            for p in self.pools
         ]
-        tokens = [mamba2_inputs(SPEC, 1, BUCKET, torch.bfloat16, rng) for _ in LAYERS]
+        shape = (window, BUCKET, torch.bfloat16, rng)
+        tokens = [mamba2_inputs(SPEC, *shape) for _ in LAYERS]
+        if conv:
+            for named in tokens:
+                named["rows"] = conv_inputs(SPEC, *shape)
         self.inputs = [{n: v.to(DEVICE) for n, v in t.items()} for t in tokens]
 
     def draw(self):
@@ -122,23 +128,35 @@ class Twin:
                 value.copy_(torch.randn(value.shape, generator=self.rng))
 
     def run(self, wrapper, bucket=BUCKET):
-        return [
-            wrapper.run(layer, **{n: v[:bucket] for n, v in inputs.items()})
-            for layer, inputs in zip(LAYERS, self.inputs, strict=True)
-        ]
+        outputs = []
+        for layer, inputs in zip(LAYERS, self.inputs, strict=True):
+            tokens = {n: v[:bucket] for n, v in inputs.items() if n != "rows"}
+            if self.conv:
+                outputs.append(wrapper.conv(layer, inputs["rows"][:bucket]))
+            outputs.append(wrapper.run(layer, **tokens))
+        return outputs
 
-    def host_step(self, seqs, accepted, bucket=BUCKET):
-        """`seqs` by row of the bucket, None for pads; outputs by row."""
+    def host_step(self, seqs, accepted, bucket=BUCKET, trees=None):
+        """`seqs` by row of the bucket, None for pads; outputs by row.
+
+        With `trees` by row, `accepted` are paths.
+        """
         rows = [i for i, s in enumerate(seqs) if s is not None]
         wrapper = self.wrappers[1]
-        wrapper.plan([seqs[i] for i in rows], bucket=bucket)
+        windows, options = None, {}
+        if trees is not None:
+            windows = [len(trees[i]) for i in rows]
+            width = self.pools[1].max_window
+            options = {"parents": matrix([trees[i] for i in rows], width), "window": width}
+        wrapper.plan([seqs[i] for i in rows], windows, bucket=bucket, **options)
         wrapper.fold()
         whole = self.inputs
         order = torch.tensor(rows + [i for i in range(bucket) if i not in rows], device=DEVICE)
         self.inputs = [{n: v[order] for n, v in layer.items()} for layer in whole]
         outputs = self.run(wrapper, bucket)
         self.inputs = whole
-        wrapper.commit([accepted[i] for i in rows])
+        accepted = [accepted[i] for i in rows]
+        wrapper.commit(**{"accepted" if trees is None else "paths": accepted})
         result = [torch.zeros_like(y) for y in outputs]
         for want, y in zip(result, outputs, strict=True):
             want[rows] = y[: len(rows)]
@@ -195,6 +213,70 @@ def test_a_whole_step_is_one_graph(rng, seed):
         for have, want in zip(outputs, twin.host_step(other, counts), strict=True):
             assert torch.equal(have, want)
     twin.compare(ours, theirs)
+    check_on_host(pool)
+
+
+def test_a_step_of_trees_is_one_graph(rng, seed):
+    """From plan to commit, replayed with other trees and paths, pads and empty windows."""
+    generator = np.random.default_rng(seed)
+    width = 5
+    twin = Twin(rng, window=width, conv=True, policy="deadline:2", capacity=8, page_rows=4)
+    wrapper, pool = twin.wrappers[0], twin.pools[0]
+    named = torch.full((BUCKET,), -1, dtype=torch.int64, device=DEVICE)
+    windows = torch.zeros(BUCKET, dtype=torch.int32, device=DEVICE)
+    parents = torch.full((BUCKET, width), -1, dtype=torch.int32, device=DEVICE)
+    paths = torch.full((BUCKET, width), -1, dtype=torch.int64, device=DEVICE)
+    tokens = {n: v for n, v in twin.inputs[0].items() if n != "rows"}
+    for each in twin.wrappers:
+        each.warmup(
+            [BUCKET], windows=[width], inputs=[tokens], conv=[{"x": twin.inputs[0]["rows"]}]
+        )
+
+    def step():
+        wrapper.plan(named, windows, parents=parents)
+        wrapper.fold()
+        outputs = twin.run(wrapper)
+        return *outputs, wrapper.commit(paths=paths)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        *outputs, counts = step()
+    ours, theirs = ([*p.alloc(4)] for p in twin.pools)
+    moved = 0
+    for i in range(24):
+        if i in (5, 11):
+            at = int(generator.integers(len(ours)))
+            ours += pool.fork(ours[at])
+            theirs += twin.pools[1].fork(theirs[at])
+        if i == 15:
+            pool.free(ours.pop(0))
+            twin.pools[1].free(theirs.pop(0))
+        by_row, other = [-1] * BUCKET, [None] * BUCKET
+        for row, a, b in zip(generator.permutation(BUCKET), ours, theirs, strict=False):
+            by_row[row], other[row] = a if i % 2 else pool.slot(a), b
+        trees = [
+            [int(generator.integers(-1, t)) for t in range(n)]
+            for n in generator.integers(0, width + 1, size=BUCKET)
+        ]
+        ways = [path_to(tree, int(generator.integers(-1, len(tree)))) for tree in trees]
+        moved += sum(path != [*range(len(path))] for path in ways)
+        named.copy_(torch.tensor(by_row))
+        windows.copy_(torch.tensor([len(tree) for tree in trees]))
+        parents.copy_(torch.from_numpy(matrix(trees, width)))  # anything beyond a window
+        paths.copy_(torch.tensor([path + [-1] * (width - len(path)) for path in ways]))
+        twin.draw()
+        graph.replay()
+        want = twin.host_step(other, ways, trees=trees)
+        for have, wanted in zip(outputs, want, strict=True):
+            assert torch.equal(have, wanted)
+        live = [b is not None for b in other]
+        assert counts.tolist() == [len(path) * on for path, on in zip(ways, live, strict=True)]
+    assert moved > 10
+    twin.compare(ours, theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(pool.conv_tail(a), twin.pools[1].conv_tail(b))
     check_on_host(pool)
 
 

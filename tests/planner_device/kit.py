@@ -87,10 +87,10 @@ def read(plan) -> dict[str, torch.Tensor]:
     return {name: getattr(plan.arrays, name).clone() for name in NAMES}
 
 
-def host_plan(pool, seqs, windows, *, policy="full", force=None, bucket=None, direct=False):
+def host_plan(pool, seqs, windows, *, policy="full", force=None, **options):
     """The arrays of the host's plan, which is aborted again."""
     planner = HostPlanner(pool, policy=policy)
-    plan = planner.plan(seqs, windows, force_fold=force, bucket=bucket, direct=direct)
+    plan = planner.plan(seqs, windows, force_fold=force, **options)
     arrays = read(plan)
     planner.abort(plan)
     return arrays

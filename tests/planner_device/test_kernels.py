@@ -8,8 +8,10 @@ import torch
 
 from replayinfer import GDNSpec, Mamba2Spec, ReplayDecodeWrapper
 from replayinfer.backends.torch import TorchBackend
+from replayinfer.planner.trees import parents_of
 from replayinfer.testing import layer_inputs, layer_weights, relative_error
 
+from ..trees.forest import path_to
 from .kit import NAMES, check_books, small_pool
 
 pytestmark = pytest.mark.skipif(
@@ -65,7 +67,7 @@ def same(step, other):
 
 CASES = [
     # capacity, max_window, page rows, slots, entries, bucket, policy (or direct steps), sequences,
-    # windows, force
+    # windows, force; a policy with a budget is deadline's; "trees" is full
     (6, 3, 2, 12, 12, 15, "full", torch.int64, torch.int32, False),
     (6, 3, 2, 40, 33, 33, "spread", torch.int64, torch.int64, True),
     (16, 1, 8, 90, 90, 100, "spread", torch.int32, None, False),
@@ -76,7 +78,41 @@ CASES = [
     (6, 1, 2, 60, 50, 55, "direct", torch.int64, torch.int32, True),
     (9, 1, 4, 1400, 1300, 1350, "direct", torch.int32, torch.int64, False),  # two tiles
     (5, 1, 8, 7, 7, 7, "direct", torch.int64, None, False),
+    (16, 2, 8, 300, 290, 300, 170, torch.int64, torch.int32, False),
+    (5, 2, 8, 9, 9, 9, 1, torch.int64, 2, False),
+    (12, 9, 4, 70, 66, 70, "trees", torch.int64, torch.int32, True),
+    (31, 31, 8, 40, 33, 40, "trees", torch.int32, 31, False),  # the widest
+    (6, 1, 2, 40, 40, 40, "trees", torch.int64, torch.int64, False),  # no masks
 ]
+
+
+def scribbled(generator, shape, share=0.1):
+    """Which entries are replaced, by numbers that are no node, or any."""
+    return torch.from_numpy(generator.random(shape) < share), torch.from_numpy(
+        generator.choice([-(1 << 30), -2, -1, 0, 1, 2, 5, 40, 1 << 30], size=shape)
+    )
+
+
+def any_parents(generator, entries, width, dtype):
+    """Mostly trees."""
+    drawn = torch.from_numpy(generator.integers(-1, np.arange(width), size=(entries, width)))
+    where, values = scribbled(generator, drawn.shape)
+    return torch.where(where, values, drawn).to(dtype)
+
+
+def any_paths(generator, step, entries, width, dtype):
+    """Mostly paths of the planned trees."""
+    masks = step.arrays.ancestors[:entries]
+    paths = torch.full((entries, width), -1, dtype=torch.long)
+    if masks.shape[1]:
+        parents = parents_of(masks.numpy(), width)
+        for i, window in enumerate(step.arrays.window[:entries].tolist()):
+            path = path_to(parents[i].tolist(), int(generator.integers(-1, window)))
+            paths[i, : len(path)] = torch.tensor(path)
+    else:
+        paths = torch.from_numpy(generator.integers(-1, 2, size=(entries, width)))
+    where, values = scribbled(generator, paths.shape, 0.05)
+    return torch.where(where, values, paths).to(dtype)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -90,7 +126,8 @@ def test_plan_fold_and_commit(case, seed):
     pool = small_pool(slots, capacity=capacity, max_window=most, page_rows=rows)
     kernels, reference = TritonBackend(), TorchBackend()
     steps = [DevicePlanner(pool, kernels)._step(bucket) for _ in range(2)]
-    direct, folds = policy == "direct", 0
+    direct, trees, folds, accepted_nodes = policy == "direct", policy == "trees", 0, set()
+    budget = policy if isinstance(policy, int) else 0
     for counts in (None, torch.int32, torch.int64):
         random_records(pool, generator)
         if counts == torch.int32:  # as if all had started together: one deadline, cut somewhere
@@ -109,12 +146,14 @@ def test_plan_fold_and_commit(case, seed):
                 windows.fill_(1)
         forced = torch.from_numpy(generator.random(entries) < 0.3) if force else None
         uniform = kind if isinstance(kind, int) else 1
+        wide = counts or torch.int32
         request = StepRequest(
             batch(pool, generator, entries, dtype), windows, forced, uniform, most,
-            policy == "spread", direct,
+            policy == "spread" or budget > 0, direct, budget,
+            any_parents(generator, entries, most, wide) if trees else None,
         )  # fmt: skip
         for step, backend in zip(steps, (kernels, reference), strict=True):
-            for array in (*vars(step.arrays).values(), step.handle, step.counts):
+            for array in (*vars(step.arrays).values(), step.handle, step.counts, step.nodes):
                 array.fill_(987654)
             backend.plan_step(pool, step, request)
         same(*steps)
@@ -130,6 +169,18 @@ def test_plan_fold_and_commit(case, seed):
         accepted = None
         if counts is not None:
             accepted = torch.from_numpy(generator.integers(-2, most + 3, size=entries)).to(counts)
+        if trees:
+            paths = any_paths(generator, steps[1], entries, most, wide)
+            for step, backend in zip(steps, (kernels, reference), strict=True):
+                backend.accept_paths(pool, step, paths)
+            assert torch.equal(pool.on_device.records.words, before), "a path moved a cursor"
+            assert torch.equal(steps[0].nodes, steps[1].nodes)
+            assert torch.equal(steps[0].counts, steps[1].counts)
+            accepted_nodes |= set(steps[0].counts.tolist())
+            live = pool.on_device.records.handle[steps[0].arrays.slot.long().clamp_min(0)]
+            gone = (steps[0].arrays.slot < 0) | (live != steps[0].handle)
+            assert (steps[0].nodes[gone] == -1).all()
+            assert not steps[0].counts[gone].any()
         moves = [
             lambda b, s: b.fold_step(pool, s),
             lambda b, s, a=accepted: b.commit_step(pool, s, a, direct=direct),
@@ -145,6 +196,8 @@ def test_plan_fold_and_commit(case, seed):
             before = after[0]
         assert torch.equal(steps[0].counts, steps[1].counts)
     assert folds > 0 or entries <= 20
+    if trees:
+        assert len(accepted_nodes) > min(most, 3), "no longer paths"
 
 
 @pytest.mark.parametrize("family", ["mamba2", "gdn"])

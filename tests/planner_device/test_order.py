@@ -224,12 +224,16 @@ def test_counts_that_are_refused(pool):
 def test_what_the_device_does_not_plan(pool):
     seqs = pool.alloc(2)
     planner = device_planner(pool)
-    with pytest.raises(UnsupportedError, match=r"^plan: got draft trees; allowed chains"):
-        planner.plan(seqs, 2, parents=[[-1, 0], [-1, -1]])
+    wide = small_pool(2, capacity=40, max_window=32, page_rows=8)
+    with pytest.raises(UnsupportedError, match=r"^parents: got draft trees in a pool of max_wind"):
+        device_planner(wide).plan(wide.alloc(2), 2, parents=[[-1, 0], [-1, -1]])
+    planner.abort(planner.plan(seqs))
     with pytest.raises(UnsupportedError, match=r"^planner: got 'device' for a pool whose cursors"):
         device_planner(small_pool(planner="host"))
     with pytest.raises(UnsupportedError, match=r"^policy: got <function"):
         device_planner(pool, policy=lambda *args: args[2])
+    with pytest.raises(UnsupportedError, match=r"^policy: got 'deadline:0'"):
+        device_planner(pool, policy="deadline:0")
     with pytest.raises(UnsupportedError, match=r"^backend: got 'other', which does not plan"):
         DevicePlanner(pool, type("Other", (), {"name": "other"})())
 

@@ -15,7 +15,7 @@ from ...planner.prefill import PrefillPlan
 from ...pools import StatePool
 from . import delta, mamba2
 from .conv import conv_update
-from .planner import abort_step, commit_step, fold_step, plan_step
+from .planner import abort_step, accept_paths, commit_step, fold_step, plan_step
 from .prefill import prefill_conv_one, prefill_one
 from .rows import Window, compact_rows
 
@@ -101,7 +101,7 @@ class TorchBackend:
         """Never: it is the reference, and no faster either way."""
         return False
 
-    def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
+    def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32] | torch.Tensor) -> None:
         compact_rows(pool, plan, nodes)
 
     def recode(
@@ -139,6 +139,7 @@ class TorchBackend:
         """Nothing to compile."""
 
     plan_step = staticmethod(plan_step)
+    accept_paths = staticmethod(accept_paths)
     fold_step = staticmethod(fold_step)
     commit_step = staticmethod(commit_step)
     abort_step = staticmethod(abort_step)

@@ -8,7 +8,7 @@ from ...planner.device import DeviceStep, StepRequest
 from ...planner.predicate import must_fold
 from ...pools import StatePool
 
-__all__ = ["abort_step", "commit_step", "fold_step", "plan_step"]
+__all__ = ["abort_step", "accept_paths", "commit_step", "fold_step", "plan_step"]
 
 _SLOTS = 1 << 20  # an entry below it is a slot, any other a handle, whose low bits are one
 
@@ -33,7 +33,7 @@ def plan_step(pool: StatePool, step: DeviceStep, request: StepRequest) -> None:
 
     chosen = must_fold(history, window, pool.capacity)  # type: ignore[call-overload]
     if request.spread:
-        chosen = chosen | _early(history, window, chosen, live, pool.capacity)
+        chosen = chosen | _early(history, window, chosen, live, pool.capacity, request.budget)
     if request.force is not None:
         chosen = chosen | _padded(request.force, bucket, False)
     fold = chosen & (history > 0)
@@ -51,8 +51,8 @@ def plan_step(pool: StatePool, step: DeviceStep, request: StepRequest) -> None:
     out.conv_place.copy_(torch.where(live, place, 0))
     used = torch.where(fold[:, None], own_table, table)
     out.table.copy_(torch.where(live[:, None], used, -1))
-    nodes = torch.arange(out.ancestors.shape[1], device=pool.device)
-    out.ancestors.copy_(torch.where(live[:, None], (2 << nodes) - 1, 0))
+    masks = _masks(request.parents, window, out.ancestors.shape[1])
+    out.ancestors.copy_(torch.where(live[:, None], masks, 0))
 
     out.fold_count.copy_(fold.sum())
     # A fold goes to its place in the list, everything else to one more that is cut off.
@@ -61,6 +61,32 @@ def plan_step(pool: StatePool, step: DeviceStep, request: StepRequest) -> None:
     out.fold_target.copy_(_listed(place, own_page, -1))
     out.fold_rows.copy_(_listed(place, history, 0))
     out.fold_table.copy_(_listed(place, table, -1))
+
+
+def accept_paths(pool: StatePool, step: DeviceStep, paths: torch.Tensor) -> None:
+    """Write the nodes and counts of `paths`; each ends before its first wrong node."""
+    out, bucket = step.arrays, step.nodes.shape[0]
+    _, live = _live(pool, step)
+    window = torch.where(live, out.window, 0)[:, None]
+    node = torch.nn.functional.pad(
+        paths.long(), (0, step.nodes.shape[1] - paths.shape[1], 0, bucket - paths.shape[0]),
+        value=-1,
+    )  # fmt: skip
+    node = torch.where((node >= 0) & (node < window), node, -1)
+    above = torch.nn.functional.pad(node, (1, 0), value=-1)[:, :-1]
+    own = 1 << node.clamp_min(0)
+    if out.ancestors.shape[1]:
+        # What leads to a node, and nothing for no node.
+        mask, before = (
+            torch.where(n >= 0, out.ancestors.long().gather(1, n.clamp_min(0)), 0)
+            for n in (node, above)
+        )
+    else:
+        mask, before = own, torch.zeros_like(own)
+    right = (node > above) & (mask == before | own)
+    kept = right.cumprod(1).bool()
+    step.nodes.copy_(torch.where(kept, node, -1))
+    step.counts.copy_(kept.sum(1))
 
 
 def fold_step(pool: StatePool, step: DeviceStep) -> None:
@@ -124,14 +150,33 @@ def _put(
     target.copy_(longer[:-1])
 
 
+def _masks(parents: torch.Tensor | None, window: torch.Tensor, columns: int) -> torch.Tensor:
+    """`ancestor_masks` of parents ``[entries, width]``, or of chains; ``[bucket, columns]``."""
+    own = 1 << torch.arange(columns, device=window.device)
+    if parents is None or not columns:
+        return own.cumsum(0)
+    masks = own.repeat(window.shape[0], 1)
+    parents = torch.nn.functional.pad(parents.long(), (0, 0, 0, window.shape[0] - len(parents)))
+    for t in range(1, parents.shape[1]):  # over nodes, not over sequences
+        parent = parents[:, t]
+        continues = (parent >= 0) & (parent < t) & (t < window)
+        above = masks.gather(1, torch.where(continues, parent, 0)[:, None])[:, 0]
+        masks[:, t] |= torch.where(continues, above, 0)
+    return masks
+
+
 def _early(
     history: torch.Tensor,
     window: torch.Tensor,
     must: torch.Tensor,
     live: torch.Tensor,
     capacity: int,
+    budget: int,
 ) -> torch.Tensor:
-    """The folds that `policy.spread` adds: the earliest deadlines first, found by counting."""
+    """The folds that `policy.spread` adds: the earliest deadlines first, found by counting.
+
+    Or those of `policy.Deadline`, if `budget` is not 0.
+    """
     pace = window.clamp_min(1)
     cycle = (capacity // pace.max()).clamp_min(1)
     share = (live.sum() + cycle - 1) // cycle
@@ -140,6 +185,9 @@ def _early(
     due_by = deadline[:, None] <= days
     foldable = history > 0
     due = (due_by & live[:, None]).sum(0)
+    if budget:
+        peak = ((due + days) // (days + 1)).max()
+        share = share.clamp_min(budget).maximum(peak)
     wanted = (due - share * days).max().clamp_min(0)
     # Whole deadlines while they fit; of the next one the first of the batch.
     due = (due_by & foldable[:, None]).sum(0)

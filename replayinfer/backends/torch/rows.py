@@ -174,12 +174,14 @@ class Window:
             field[layer, self.page, self.offset] = values[self.sequence, self.token].to(field.dtype)
 
 
-def compact_rows(pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
+def compact_rows(pool: StatePool, plan: Plan, nodes: NDArray[np.int32] | torch.Tensor) -> None:
     """Move the rows of accepted nodes ``[batch, window]`` (-1: none) to where a chain has them.
 
     Rows in every field and layer, and the convolution rings. Everything is read before it is
-    written.
+    written. Nodes on the device are waited for.
     """
+    if isinstance(nodes, torch.Tensor):
+        nodes = nodes[: plan.batch].cpu().numpy()
     sequence, rank = np.nonzero(nodes >= 0)
     node = nodes[sequence, rank]
     moved = node != rank

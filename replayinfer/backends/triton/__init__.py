@@ -100,7 +100,7 @@ class TritonBackend:
     direct = staticmethod(direct_step.direct)
     prefers_direct = staticmethod(direct_step.prefers_direct)
 
-    def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
+    def compact(self, pool: StatePool, plan: Plan, nodes: NDArray[np.int32] | torch.Tensor) -> None:
         compact_rows(pool, plan, nodes)
 
     def recode(
@@ -131,6 +131,7 @@ class TritonBackend:
         warmup(self, pool, plan, inputs, conv)
 
     plan_step = staticmethod(planner.plan_step)
+    accept_paths = staticmethod(planner.accept_paths)
     fold_step = staticmethod(planner.fold_step)
     commit_step = staticmethod(planner.commit_step)
     abort_step = staticmethod(planner.abort_step)

@@ -13,12 +13,14 @@ from .workspace import config
 __all__ = ["compact_rows", "move"]
 
 
-def compact_rows(pool: StatePool, plan: Plan, nodes: NDArray[np.int32]) -> None:
+def compact_rows(pool: StatePool, plan: Plan, nodes: NDArray[np.int32] | torch.Tensor) -> None:
     """Move the rows of accepted nodes ``[batch, window]`` (-1: none), in fields and rings.
 
-    One small upload; nothing at all where every path is the start of its window.
+    From the host one small upload; nothing at all where every path is the start of its window.
     """
-    if (nodes > np.arange(plan.window)).any():
+    if isinstance(nodes, torch.Tensor):
+        move(pool, plan, nodes)
+    elif (nodes > np.arange(plan.window)).any():
         move(pool, plan, pool.upload(torch.from_numpy(nodes.astype(np.int32))))
 
 

@@ -1,4 +1,4 @@
-"""Plans and cursors on the device: one launch each."""
+"""Plans and cursors on the device: one launch each, and one more for the plan of a tree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from ...planner.device import DeviceStep, StepRequest
 from ...pools import StatePool
 
-__all__ = ["abort_step", "commit_step", "fold_step", "plan_step"]
+__all__ = ["abort_step", "accept_paths", "commit_step", "fold_step", "plan_step"]
 
 
 def plan_step(pool: StatePool, step: DeviceStep, request: StepRequest) -> None:
@@ -23,7 +23,22 @@ def plan_step(pool: StatePool, step: DeviceStep, request: StepRequest) -> None:
         out.ancestors, step.handle,
         request.sequences, request.windows, request.force, _records(pool),
         uniform=request.uniform, most=request.most, capacity=pool.capacity, ring=pool.conv.ring,
-        spread=request.spread, direct=request.direct,
+        spread=request.spread, budget=request.budget, direct=request.direct,
+    )  # fmt: skip
+    if request.parents is not None and out.ancestors.shape[1]:
+        from replayinfer.kernels.planner.trees import tree_masks
+
+        tree_masks(out.ancestors, out.slot, out.window, request.parents)
+
+
+def accept_paths(pool: StatePool, step: DeviceStep, paths: torch.Tensor) -> None:
+    """Write the nodes and counts of `paths`."""
+    from replayinfer.kernels.planner.trees import accept_paths as launch
+
+    out = step.arrays
+    launch(
+        step.nodes, step.counts, paths, out.slot, out.window, out.ancestors, step.handle,
+        _records(pool),
     )  # fmt: skip
 
 
