@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         SpeculativeSession,
         Target,
         accepted_path,
+        accepted_paths,
         accepted_prefix,
         sampled_path,
     )
@@ -74,6 +75,7 @@ _MODULES = {
         "SpeculativeSession",
         "Target",
         "accepted_path",
+        "accepted_paths",
         "accepted_prefix",
         "sampled_path",
     ),
@@ -119,6 +121,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "accepted_path",
+    "accepted_paths",
     "accepted_prefix",
     "backends",
     "delta_walk",

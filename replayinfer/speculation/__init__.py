@@ -5,12 +5,12 @@ runs the window through the model; what the model says after each node decides h
 were right. Accepted nodes are committed, the others are dropped by not moving a cursor over them.
 
 The functions are pure and know nothing of pools: `accepted_prefix` for chains, `accepted_path` for
-trees, `sampled_path` for both where tokens are sampled. `SpeculativeSession` is the loop around
-them, `ReplayTarget` its step over a `ReplayDecodeWrapper`, `NGramDrafter` a drafter without a
-model.
+a tree and `accepted_paths` for many, `sampled_path` for both where tokens are sampled.
+`SpeculativeSession` is the loop around them, `ReplayTarget` its step over a `ReplayDecodeWrapper`,
+`NGramDrafter` a drafter without a model.
 """
 
-from .accepted import accepted_path, accepted_prefix, sampled_path
+from .accepted import accepted_path, accepted_paths, accepted_prefix, sampled_path
 from .drafts import Draft, Drafter, NGramDrafter
 from .session import SpeculationCounters, SpeculativeSession
 from .target import ReplayTarget, Target
@@ -24,6 +24,7 @@ __all__ = [
     "SpeculativeSession",
     "Target",
     "accepted_path",
+    "accepted_paths",
     "accepted_prefix",
     "sampled_path",
 ]

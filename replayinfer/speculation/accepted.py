@@ -10,7 +10,7 @@ import torch
 from ..errors import InputError
 from ..planner.trees import check_parents
 
-__all__ = ["accepted_path", "accepted_prefix", "sampled_path"]
+__all__ = ["accepted_path", "accepted_paths", "accepted_prefix", "sampled_path"]
 
 
 def accepted_prefix(
@@ -87,6 +87,65 @@ def accepted_path(
         if found is None:
             return path
         path.append(found)
+
+
+def accepted_paths(
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    choices: torch.Tensor,
+    windows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`accepted_path` of many trees at once, on the tensors' device and without a sync.
+
+    Parameters
+    ----------
+    tokens : integer tensor, [..., window]
+        Node 0 is the newest token, the others are drafts.
+    parents : int32 or int64 tensor, [..., window]
+        Of every node one before it: -1 for node 0. A draft with any other value is in no path.
+    choices : integer tensor, [..., window]
+        What the model takes after each node.
+    windows : integer tensor, [...], optional
+        Nodes of each tree that count; 0 for none. All if omitted.
+
+    Returns
+    -------
+    int32 tensor, [..., window]
+        The nodes that are kept, from the root down, then -1: what `commit` takes as paths.
+
+    Examples
+    --------
+    >>> import torch
+    >>> tree = torch.tensor([[7, 1, 5, 2], [-1, 0, 0, 2], [5, 0, 2, 8]])
+    >>> accepted_paths(*tree).tolist()
+    [0, 2, 3, -1]
+    """
+    if not tokens.shape == parents.shape == choices.shape or tokens.dim() < 1:
+        raise InputError(
+            f"tokens: got {list(tokens.shape)} with parents {list(parents.shape)} and choices "
+            f"{list(choices.shape)}; allowed equal shapes [..., window]; give both for every node"
+        )
+    window = tokens.shape[-1]
+    node = torch.arange(window, device=tokens.device).expand(tokens.shape)
+    above = parents.long()
+    drafted = (above >= 0) & (above < node)
+    above = torch.where(drafted, above, 0)
+    kept = drafted & (tokens == choices.gather(-1, above))
+    if windows is not None:
+        kept &= node < windows[..., None]
+    # Of siblings that the model would take, the first.
+    same = (above[..., :, None] == above[..., None, :]) & kept[..., None, :]
+    kept &= ~(same & (node[..., None, :] < node[..., :, None])).any(-1)
+    kept |= node == 0
+    for _ in range((window - 1).bit_length()):  # a node stays if all above it do
+        kept = kept & kept.gather(-1, above)
+        above = above.gather(-1, above)
+    if windows is not None:
+        kept &= windows[..., None] > 0
+    path = (
+        torch.where(kept, node, window).sort(-1).values
+    )  # parents come first, so this is in order
+    return torch.where(path < window, path, -1).int()
 
 
 def sampled_path(

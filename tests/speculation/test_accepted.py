@@ -6,7 +6,13 @@ import itertools
 import pytest
 import torch
 
-from replayinfer import InputError, NGramDrafter, accepted_path, accepted_prefix
+from replayinfer import (
+    InputError,
+    NGramDrafter,
+    accepted_path,
+    accepted_paths,
+    accepted_prefix,
+)
 from replayinfer.speculation import accepted
 
 from ..trees.forest import path_to
@@ -54,6 +60,24 @@ def test_a_path_is_the_longest_chain_from_the_root_that_was_chosen(rng):
         assert not any(len(line) > len(path) and line[: len(path)] == path for line in right)
 
 
+@pytest.mark.parametrize("width", [1, 2, 5, 16])
+def test_many_paths_are_each_trees_own(width, rng):
+    count = 80
+    tokens, choices = ints(rng, 2, count, width), ints(rng, 2, count, width)
+    windows = ints(rng, width + 1, count)
+    parents = torch.full((count, width), 99)  # what lies beyond a window is nobody's
+    for i in range(count):
+        for t in range(int(windows[i])):
+            parents[i, t] = int(ints(rng, t)) if t else -1
+    paths = accepted_paths(tokens, parents.int(), choices, windows)
+    assert paths.dtype is torch.int32
+    for i in range(count):
+        n = int(windows[i])
+        tree = (tokens[i, :n].tolist(), parents[i, :n].tolist(), choices[i, :n].tolist())
+        want = accepted_path(*tree) if n else []
+        assert paths[i].tolist() == want + [-1] * (width - len(want))
+
+
 def test_a_chain_is_a_tree_without_branches(rng):
     for _ in range(50):
         tokens, choices = ints(rng, 2, 6), ints(rng, 2, 6)
@@ -80,6 +104,8 @@ def test_what_is_no_tree(tokens, parents, choices, message):
 def test_windows_of_other_shapes():
     with pytest.raises(InputError, match=r"choices: got \[3\] for tokens \[4\]"):
         accepted_prefix(torch.zeros(4), torch.zeros(3))
+    with pytest.raises(InputError, match=r"tokens: got \[4\] with parents \[3\]"):
+        accepted_paths(torch.zeros(4), torch.zeros(3).int(), torch.zeros(4))
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_figures_of_the_table(ran, name, spec):
 
 
 def test_names_exist():
-    for name in ("Draft", "Drafter", "accepted_prefix", "accepted_path", "sampled_path"):
+    for name in ("Draft", "Drafter", "accepted_prefix", "accepted_paths", "sampled_path"):
         assert hasattr(replayinfer, name)
     for name in ("NGramDrafter", "ReplayTarget", "SpeculativeSession", "sampled_path"):
         assert f"`{name}`" in GUIDE or f"**`{name}`**" in GUIDE
