@@ -13,6 +13,10 @@ BACKEND = "replayinfer"
 _FLAG = f"--linear-attn-decode-backend {BACKEND}"
 
 
+_SPECULATIVE = ("EAGLE", "EAGLE3", "NEXTN", "NGRAM")
+_LONGEST_WINDOW = 16
+
+
 def _decode_graph(config: Any) -> str | None:
     """The backend of decode graphs in SGLang's ``cuda_graph_config``."""
     return getattr(getattr(config, "decode", None), "backend", None)
@@ -21,9 +25,29 @@ def _decode_graph(config: Any) -> str | None:
 # Argument, when it is refused, why, and what to do.
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     (
-        "speculative_algorithm", lambda v: v is not None,
-        "no speculative decoding: its verify reads states that lag behind their rows",
-        "drop --speculative-algorithm",
+        "speculative_algorithm", lambda v: v not in (None, *_SPECULATIVE),
+        f"{', '.join(_SPECULATIVE)}, whose drafts are chains of one length",
+        "use one of them or drop --speculative-algorithm",
+    ),
+    (
+        "speculative_eagle_topk", lambda v: v not in (None, 1),
+        "chains of drafts, one candidate a step: rows of a tree are not in the order of a sequence",
+        "use --speculative-eagle-topk 1, and --speculative-ngram-max-bfs-breadth 1 with NGRAM",
+    ),
+    (
+        "speculative_num_draft_tokens", lambda v: v is not None and v > _LONGEST_WINDOW,
+        f"windows of up to {_LONGEST_WINDOW} tokens",
+        "draft fewer",
+    ),
+    (
+        "speculative_adaptive", bool,
+        "windows of one length: another would need graphs and plans of its own",
+        "drop --speculative-adaptive",
+    ),
+    (
+        "enable_multi_layer_eagle", bool,
+        "one draft model: the heads of several have state pools of their own",
+        "drop --enable-multi-layer-eagle",
     ),
     (
         "disaggregation_mode", lambda v: v not in (None, "null"),
@@ -137,8 +161,8 @@ def require_supported(arguments: Any) -> None:
     for name in _ONLY_DECODE:
         if getattr(arguments, name, None) == BACKEND:
             raise UnsupportedError(
-                f"{_flag(name)}: got {BACKEND}; allowed for decode alone, prefill and verify are "
-                f"SGLang's own; use {_FLAG}"
+                f"{_flag(name)}: got {BACKEND}; allowed for decode alone: prefill is SGLang's "
+                f"own, and verify goes with decode; use {_FLAG}"
             )
     for name, refused, why, advice in _REFUSED:
         value = getattr(arguments, name, None)

@@ -1,13 +1,15 @@
 """Subclasses of SGLang's linear-attention backends whose decode is replayed.
 
 Prefill, the convolutions, the gates and the tracking of prefixes stay SGLang's. Ours are the decode
-of the recurrence, and a fold before anything that reads a state: an extend of live sequences, and
-the copies into track slots of ``extra_buffer``.
+of the recurrence, its verify of draft chains, and a fold before anything that reads a state: an
+extend of live sequences, and the copies into track slots of ``extra_buffer``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +18,7 @@ import torch
 
 from replayinfer import UnsupportedError
 
+from . import speculation
 from .layers import Family, read_layers
 from .options import Options
 from .slots import SlotReplay, row_bytes_per_slot
@@ -86,14 +89,14 @@ def wrap_attention_backend(original: Callable[..., Any], runner: Any, full: Any)
     UnsupportedError
         What it made is not ours: the model has no layers that we serve.
     """
+    if runner.is_draft_worker:
+        return _wrap_draft(original, runner, full)
     family = family_of(runner.model_config)
     module, name, make = {
         "gdn": (_GDN, "GDNAttnBackend", _gdn),
         "kda": (_KDA, "KDAAttnBackend", _kda),
         "mamba2": (_HYBRID, "Mamba2AttnBackend", _mamba2),
     }[family]
-    import importlib
-
     home = importlib.import_module(module)
     theirs = getattr(home, name)
     ours = make(theirs)
@@ -108,7 +111,35 @@ def wrap_attention_backend(original: Callable[..., Any], runner: Any, full: Any)
             f"model: got {type(linear).__name__} for its recurrent layers; allowed {name}, which "
             "is what SGLang makes for GDN, KDA and Mamba-2; serve with another decode backend"
         )
+    if linear.replay.window > 1:
+        made.update_mamba_state_after_mtp_verify = functools.partial(speculation.accept, made)
     return made
+
+
+def _wrap_draft(original: Callable[..., Any], runner: Any, full: Any) -> Any:
+    """For a draft model: SGLang's own backends, which must not see a decode that they do not know.
+
+    It makes them for the layers of the target, of which a draft has none.
+    """
+    if any(
+        type(m).__name__ in ("RadixLinearAttention", "MambaMixer2") for m in runner.model.modules()
+    ):
+        raise UnsupportedError(
+            f"draft model: got {type(runner.model).__name__} with recurrent layers; allowed drafts "
+            "without, whose tokens nothing would take back; drop --speculative-algorithm, or serve "
+            "with another decode backend"
+        )
+    home = importlib.import_module("sglang.srt.layers.attention.linear.utils")
+    given = home.resolve_linear_attn_backends
+
+    def known(*args: Any, **kwargs: Any) -> Any:
+        return _as_triton(given(*args, **kwargs))
+
+    home.resolve_linear_attn_backends = known  # type: ignore[attr-defined]
+    try:
+        return original(runner, full)
+    finally:
+        home.resolve_linear_attn_backends = given  # type: ignore[attr-defined]
 
 
 def _make_replay(backend: Any, runner: Any, family: Family) -> SlotReplay:
@@ -131,7 +162,9 @@ def _make_replay(backend: Any, runner: Any, family: Family) -> SlotReplay:
             "model: got convolution states that are not tracked in one launch; allowed "
             "[layers, slots, ...]; serve with another decode backend"
         )
-    replay = SlotReplay(layers, order, states, runner.dtype, Options.read())
+    replay = SlotReplay(
+        layers, order, states, runner.dtype, Options.read(), window=speculation.window()
+    )
     if replay.nbytes > _charged * states.shape[1]:
         raise UnsupportedError(
             f"memory: got {replay.nbytes} bytes of rows and cursors for {states.shape[1]} slots; "
@@ -140,11 +173,18 @@ def _make_replay(backend: Any, runner: Any, family: Family) -> SlotReplay:
         )
     pool.register_slot_state(replay)
     _current = replay
+    if replay.window > 1 and pool.mamba_cache.intermediate_ssm.numel():
+        raise UnsupportedError(
+            "memory: got a state for each draft token, as SGLang's own verify has; allowed none, "
+            "since none was charged; drop --speculative-algorithm, or serve with another decode "
+            "backend"
+        )
     ours, theirs = (n / 2**30 for n in (replay.nbytes, states.nbytes))
     _say(
         f"replayinfer: {len(order)} {family} layers, {states.shape[1]} slots of "
         f"{replay.pool.format.name} states, capacity {replay.options.capacity}, backend "
         f"{replay.backend.name}; rows and cursors take {ours:.3f} GiB beside {theirs:.3f} GiB"
+        + (f"; verify of {replay.window} tokens" if replay.window > 1 else "")
     )
     return replay
 
@@ -165,8 +205,8 @@ class _Replayed:
         super().init_forward_metadata(forward_batch)  # type: ignore[misc]
         mode = forward_batch.logical_forward_mode
         slots = self.forward_metadata.mamba_cache_indices
-        if mode.is_decode():
-            self.replay.begin(slots)
+        if mode.is_decode() or mode.is_target_verify():
+            self.replay.begin(slots, verify=mode.is_target_verify())
         elif mode.is_extend():
             self.replay.before_extend(slots)
             mask = forward_batch.mamba_track_mask
@@ -177,8 +217,10 @@ class _Replayed:
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
-        if forward_batch.forward_mode.is_decode():
-            self.replay.begin(self.forward_metadata.mamba_cache_indices)
+        mode = forward_batch.forward_mode
+        if mode.is_decode() or mode.is_target_verify():
+            slots = self.forward_metadata.mamba_cache_indices
+            self.replay.begin(slots, verify=mode.is_target_verify())
 
     def _track_mamba_state_decode(
         self,
@@ -203,18 +245,28 @@ class _Replayed:
         targets = self.forward_metadata.mamba_track_indices[: cache_indices.shape[0]]
         self.replay.written(targets, mask, plain=False)
 
-    def _extended(self, layer_id: int, out: Any) -> Any:
-        """After a layer's prefill: what it returned, with the states taken back after the last."""
+    def _extended(self, layer_id: int, forward_batch: Any, out: Any) -> Any:
+        """After a layer's prefill or verify: what it returned.
+
+        After the last layer the states of a prefill are taken back, and a verify waits for the
+        tokens that are accepted.
+        """
         if layer_id == self.replay.last_layer:
-            self.replay.after_extend(self.forward_metadata.mamba_cache_indices)
+            if forward_batch.forward_mode.is_target_verify():
+                self.replay.pause()
+            else:
+                self.replay.after_extend(self.forward_metadata.mamba_cache_indices)
         return out
 
 
 class _DeltaKernel:
-    """A decode kernel for SGLang's dispatchers of GDN and KDA."""
+    """A kernel of decode and verify for SGLang's dispatchers of GDN and KDA."""
 
     supports_packed_decode = True
     supports_packed_decode_safe_gate = True
+    supports_safe_gate_verify = True
+    supports_strided_target_verify_qkv = True
+    supports_fused_chain_verify = False
 
     def __init__(self, replay: SlotReplay) -> None:
         self.replay = replay
@@ -235,26 +287,44 @@ class _DeltaKernel:
                 strict=True,
             )
         )
+        return self._readout(batch, 1, q, k, v, a, b).transpose(0, 1)
+
+    def target_verify(
+        self, *, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor,
+        b: torch.Tensor, cache_steps: int, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        """Outputs ``[1, batch * window, heads, dim]`` of ``q, k, v [1, batch * window, ...]``."""
+        window = cache_steps
+        batch = q.shape[1] // window
+        q, k, v = (part[0].unflatten(0, (batch, window)) for part in (q, k, v))
+        return self._readout(batch, window, q, k, v, a, b).flatten(0, 1)[None]
+
+    def _readout(
+        self, batch: int, window: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        a: torch.Tensor, b: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        spec: Any = self.replay.pool.spec
         gate = [int(getattr(spec, name)) for name in spec.gate_dims]
-        y = self.replay.readout(
+        return self.replay.readout(
             self.layer, q=q, k=k, v=v,
-            a=a.reshape(batch, 1, *gate), b=b.reshape(batch, 1, spec.heads),
+            a=a.reshape(batch, window, *gate), b=b.reshape(batch, window, spec.heads),
         )  # fmt: skip
-        return y.transpose(0, 1)
 
 
 @contextlib.contextmanager
 def _decode_by_triton(runner: Any) -> Iterator[None]:
     """Their dispatchers refuse a name that they do not know: show them one that they do."""
     given = runner.linear_attn_backends
-    triton = type(given.decode).TRITON
-    runner.linear_attn_backends = type(given)(
-        decode=triton, prefill=given.prefill, verify=given.verify
-    )
+    runner.linear_attn_backends = _as_triton(given)
     try:
         yield
     finally:
         runner.linear_attn_backends = given
+
+
+def _as_triton(given: Any) -> Any:
+    triton = type(given.decode).TRITON
+    return type(given)(decode=triton, prefill=given.prefill, verify=triton)
 
 
 def _delta(theirs: Any, family: Family) -> type[Any]:
@@ -264,10 +334,11 @@ def _delta(theirs: Any, family: Family) -> type[Any]:
                 super().__init__(model_runner)
             self.replay = _make_replay(self, model_runner, family)
             kernel = _DeltaKernel(self.replay)
-            self.kernel_dispatcher.decode_kernel = kernel
+            self.kernel_dispatcher.decode_kernel = self.kernel_dispatcher.verify_kernel = kernel
             self.kernel_dispatcher.supports_packed_decode = True
             self.kernel_dispatcher.supports_packed_decode_safe_gate = True
             self._replay_kernel = kernel
+            self._fused_chain_verify_fn = None  # KDA's, which would pass us by
 
         def forward_decode(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
             self._replay_kernel.layer = layer.layer_id
@@ -276,8 +347,13 @@ def _delta(theirs: Any, family: Family) -> type[Any]:
                 layer._k3_fused_decode_args = None
             return super().forward_decode(layer, *args, **kwargs)
 
-        def forward_extend(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._extended(layer.layer_id, super().forward_extend(layer, *args, **kwargs))
+        def forward_extend(self, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self._replay_kernel.layer = layer.layer_id
+            out = super().forward_extend(layer, forward_batch, *args, **kwargs)
+            return self._extended(layer.layer_id, forward_batch, out)
+
+        def _can_run_dspark_cutedsl_mtp(self, **options: Any) -> bool:
+            return False  # nor this one
 
         def supports_prefill_graph_extend(self) -> bool:
             return False  # its graphs hold no fold
@@ -295,15 +371,15 @@ def _kda(theirs: Any) -> type[Any]:
 
 
 class _StateUpdate:
-    """In the place of SGLang's selective state update: ours in planned decode steps."""
+    """In the place of SGLang's selective state update: ours in planned steps."""
 
     def __init__(self, inner: Any, replay: SlotReplay) -> None:
         self.inner, self.replay = inner, replay
-        self.layer: int | None = None  # whose decode is running, if it is ours
+        self.layer: int | None = None  # whose decode or verify is running, if it is ours
 
     @property
     def name(self) -> str:
-        return f"{self.inner.name}, decode by replayinfer"
+        return f"{self.inner.name}, decode and verify by replayinfer"
 
     def install(self) -> None:
         """Take the place of whatever SGLang calls; it makes that once, at a moment of its own."""
@@ -322,9 +398,10 @@ class _StateUpdate:
         inputs = {"x": x, "dt": dt[..., 0], "B": B, "C": C}  # dt is the same in a whole head
         if z is not None:
             inputs["z"] = z
-        self.replay.readout(
-            self.layer, out=options["out"][:, None], **{n: t[:, None] for n, t in inputs.items()}
-        )
+        out: torch.Tensor = options["out"]
+        if x.dim() == 3:  # a decode has no axis of tokens
+            inputs, out = {name: t[:, None] for name, t in inputs.items()}, out[:, None]
+        self.replay.readout(self.layer, out=out, **inputs)
 
 
 def _mamba2(theirs: Any) -> type[Any]:
@@ -339,8 +416,9 @@ def _mamba2(theirs: Any) -> type[Any]:
             *args: Any, **kwargs: Any,
         ) -> Any:  # fmt: skip
             call = (mixer, hidden_states, output, layer_id, forward_batch, *args)
-            if not forward_batch.logical_forward_mode.is_decode():
-                return self._extended(layer_id, super().forward(*call, **kwargs))
+            mode = forward_batch.logical_forward_mode
+            if not mode.is_decode() and not mode.is_target_verify():
+                return self._extended(layer_id, forward_batch, super().forward(*call, **kwargs))
             self._update.install()
             # Their copies into track slots come after every layer, before our fold.
             mask, forward_batch.mamba_track_mask = forward_batch.mamba_track_mask, None
@@ -350,6 +428,8 @@ def _mamba2(theirs: Any) -> type[Any]:
             finally:
                 self._update.layer = None
                 forward_batch.mamba_track_mask = mask
+            if mode.is_target_verify():
+                return self._extended(layer_id, forward_batch, out)
             slots = self.forward_metadata.mamba_cache_indices
             self._track_mamba_state_decode(forward_batch, None, None, slots, layer_id)
             return out

@@ -45,7 +45,7 @@ class Options:
         if not 1 <= self.capacity <= 32:
             raise UnsupportedError(
                 f"REPLAYINFER_SGLANG_CAPACITY: got {self.capacity}; allowed 1 to 32, at least the "
-                "window of a step, which is one token; change it or unset it"
+                "window of a step, which is one token without speculation; change it or unset it"
             )
         for name, value, allowed in (
             ("FORMAT", self.format, _FORMATS),
@@ -82,7 +82,16 @@ class Options:
         ------
         UnsupportedError
             Deterministic inference with a policy by which a sequence's bits depend on its batch.
+            A capacity that does not exceed the window of a verify.
         """
+        window = getattr(arguments, "speculative_num_draft_tokens", None)
+        speculates = getattr(arguments, "speculative_algorithm", None) is not None
+        if speculates and window is not None and self.capacity <= window:
+            raise UnsupportedError(
+                f"REPLAYINFER_SGLANG_CAPACITY: got {self.capacity}; allowed at least {window + 1} "
+                f"beside --speculative-num-draft-tokens {window}, since a slot must hold a window "
+                "and a row before it; raise it, or draft fewer tokens"
+            )
         if getattr(arguments, "enable_deterministic_inference", False) and self.policy != "full":
             raise UnsupportedError(
                 f"REPLAYINFER_SGLANG_POLICY: got {self.policy}; allowed full beside "

@@ -36,6 +36,7 @@ _UPDATES = (
     "update_weights_from_ipc",
     "end_weight_update",  # of a session that wrote them from outside
 )
+_NGRAM = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus.batch_get"
 _MARK = "_replayinfer"
 
 _reason: str | None = None  # why this process cannot serve the flag
@@ -81,12 +82,13 @@ def _published(result: Any, server_args: Any, *, role: str, **options: Any) -> N
 
     from .options import Options
 
-    arguments.require_supported(resolved_view(server_args))
-    Options.read().require_for(server_args)
+    resolved = resolved_view(server_args)
+    arguments.require_supported(resolved)
+    Options.read().require_for(resolved)
     if role == "tokenizer":
         _require_recurrent_layers(server_args)
     if role == "scheduler":
-        _apply()
+        _apply(resolved.speculative_algorithm)
 
 
 def _require_recurrent_layers(server_args: Any) -> None:
@@ -98,20 +100,24 @@ def _require_recurrent_layers(server_args: Any) -> None:
     family_of(model_config_of(server_args))
 
 
-def _apply() -> None:
+def _apply(speculative: str | None = None) -> None:
     """The hooks of a process that runs the model."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from . import backends
+    from . import backends, speculation
 
     hooks: list[tuple[str, Callable[..., Any], Any]] = [
         (_WRAPPER, backends.wrap_attention_backend, HookType.AROUND),
-        (_SIZING, _charge, HookType.BEFORE),
+        (_SIZING, _size, HookType.AROUND),
         (_REPORT, _report, HookType.AFTER),
         *((_UPDATER + name, _bind_again, HookType.AFTER) for name in _UPDATES),
     ]
+    if speculative == "NGRAM":
+        hooks.append((_NGRAM, speculation.only_chains, HookType.AROUND))
     if _took(_WRAPPER):  # published twice
         return
+    if speculative is not None:
+        _set_pool(speculation.pool_class)
     for target, hook, kind in hooks:
         HookRegistry.register(target, _marked(hook), kind)
     HookRegistry.apply_hooks()
@@ -119,11 +125,21 @@ def _apply() -> None:
         raise UnsupportedError(_missing(missing))
 
 
-def _charge(configurator: Any, *args: Any, **kwargs: Any) -> None:
-    """Before SGLang divides the memory: what our part of a state slot takes."""
-    from .backends import charge
+def _set_pool(make: Callable[[Any], type[Any]]) -> None:
+    """The class of state pools, in the place that SGLang has for it."""
+    requests = pkgutil.resolve_name("sglang.srt.mem_cache.memory_pool").HybridReqToTokenPool
+    requests.mamba_pool_cls = make(requests.mamba_pool_cls)
 
+
+def _size(original: Callable[..., float], configurator: Any, rest: float) -> float:
+    """Around SGLang's division of the memory: what our part of a state slot takes."""
+    from .backends import charge
+    from .speculation import size_pool
+
+    if configurator.is_draft_worker:
+        return original(configurator, rest)
     configurator.extra_mamba_cache_bytes_per_req = charge(configurator)
+    return size_pool(original, configurator, rest)
 
 
 def _report(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> None:

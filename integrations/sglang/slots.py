@@ -31,7 +31,8 @@ from .options import Options
 __all__ = ["SlotReplay", "row_bytes_per_slot"]
 
 _COUNTS = ("decode rows", "folds", "folds for extend", "folds for tracking")
-_ROWS, _FOLDS, _EXTEND, _TRACK = range(len(_COUNTS))
+_VERIFY_COUNTS = ("verified windows", "accepted rows")  # of servers that speculate
+_ROWS, _FOLDS, _EXTEND, _TRACK, _WINDOWS, _ACCEPTED = range(len(_COUNTS + _VERIFY_COUNTS))
 
 
 def row_bytes_per_slot(
@@ -76,6 +77,8 @@ class SlotReplay:
     activations : torch.dtype
         Of the layers' inputs.
     options : Options
+    window : int
+        Tokens of a sequence in a verify step: 1 + drafts. 1 where the server does not speculate.
     backend : str
         As in `ReplayDecodeWrapper`.
 
@@ -83,6 +86,10 @@ class SlotReplay:
     -----
     Between `begin` and `finish` a decode step is planned; nothing of it waits for the device, and
     all of it can be captured in a CUDA graph. The cursors of a slot are on the device alone.
+
+    A verify step goes from `begin` to `pause`: the rows of its windows are written, and belong to
+    nobody. `accept`, which comes when the tokens were judged and is never part of a graph, takes
+    the first of them. What is not taken is overwritten by the next step.
     """
 
     def __init__(
@@ -93,13 +100,15 @@ class SlotReplay:
         activations: torch.dtype,
         options: Options,
         *,
+        window: int = 1,
         backend: str = "auto",
     ) -> None:
         slots = int(states.shape[1])
         self.layers = layers
         self.options = options
+        self.window = window
         self.pool = StatePool(
-            layers.spec, order, slots,
+            layers.spec, order, slots, max_window=window,
             capacity=options.capacity, page_rows=_page_rows(options.capacity),
             format=options.format_for(states.dtype, activations), dtype=activations,
             checkpoints=states, planner="device", device=states.device,
@@ -117,13 +126,16 @@ class SlotReplay:
         handles = self.pool.alloc(slots)
         self.pool.free(handles[0])
         assert self.pool.on_device is not None
-        self._history = self.pool.on_device.records.history
+        self._records = self.pool.on_device.records
+        self._history = self._records.history
         self._splits = self.pool.checkpoints.low is not None
         # Whether a slot's page holds plain float32 though the format has planes; zeros are both.
         self._plain = torch.zeros(slots, dtype=torch.bool, device=states.device)
-        self._counts = torch.zeros(len(_COUNTS), dtype=torch.int64, device=states.device)
+        kinds = len(_COUNTS + _VERIFY_COUNTS)
+        self._counts = torch.zeros(kinds, dtype=torch.int64, device=states.device)
         self._pages = self.pool.sizes.pages_per_sequence
         self._plan: Plan | None = None
+        self._verified: dict[int, Any] = {}  # device arrays of a verify step, by bucket
         self.last_layer = order[-1]
         self._slots = slots
         self._bound = False
@@ -150,19 +162,26 @@ class SlotReplay:
 
     # A decode step ----------------------------------------------------------------------------
 
-    def begin(self, slots: torch.Tensor) -> None:
-        """Plan a decode step of `slots` ``[batch]`` (0 and negative ones are pads), and fold."""
+    def begin(self, slots: torch.Tensor, *, verify: bool = False) -> None:
+        """Plan a step of `slots` ``[batch]`` (0 and negative ones are pads), and fold.
+
+        One token of each, or the window of a `verify` step.
+        """
         self._drop()
-        plan = self.planner.plan(slots, bucket=slots.shape[0])
+        window = self.window if verify else 1
+        plan = self.planner.plan(slots, window, bucket=slots.shape[0], window=window)
         replayinfer.ops.fold(self.planner, plan, backend=self.backend)
         self._count_folds(plan, _FOLDS)
-        self._counts[_ROWS].add_(plan.arrays.window.sum())
+        if verify:
+            self._counts[_WINDOWS].add_((plan.arrays.window > 0).sum())
+        else:
+            self._counts[_ROWS].add_(plan.arrays.window.sum())
         self._plan = plan
 
     def readout(
         self, layer: int, *, out: torch.Tensor | None = None, **inputs: torch.Tensor
     ) -> torch.Tensor:
-        """One layer's outputs ``[batch, 1, heads, dim]``; see `ops.readout`."""
+        """One layer's outputs ``[batch, window, heads, dim]``; see `ops.readout`."""
         if self._plan is None:
             raise PlanError(
                 f"decode: got layer {layer} in a step that was not planned; allowed after the "
@@ -178,25 +197,69 @@ class SlotReplay:
         if plan is not None:
             self.planner.commit(plan)
 
+    def pause(self) -> None:
+        """Leave a verify step after its last layer, for `accept` to come back to.
+
+        Its arrays stay on the device as they are. The host keeps no plan, since a graph that is
+        replayed makes none.
+        """
+        plan: Any = self._plan
+        if plan is not None:
+            self._verified[plan.bucket] = plan.step
+            self._drop()
+
+    def accept(
+        self,
+        bucket: int,
+        last: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        tracked: torch.Tensor | None = None,
+    ) -> None:
+        """Take the tokens of the last verify step of `bucket` rows that were accepted.
+
+        Parameters
+        ----------
+        last : int32 or int64 [batch]
+            The last accepted token of each window, from 0; -1 for none.
+        targets, tracked : int64 [batch], optional
+            Slots to write states into, and after which tokens of the windows; -1 for none.
+        """
+        step = self._verified.get(bucket)
+        if step is None:
+            raise PlanError(
+                f"verify: got accepted tokens of {bucket} rows, of which no step was made; allowed "
+                "after its last layer; serve with another decode backend"
+            )
+        if targets is not None and tracked is not None and targets.shape[0]:
+            self._write_to(step, targets, tracked)
+        counts = torch.nn.functional.pad(last + 1, (0, bucket - last.shape[0]))
+        self.planner.kernels.commit_step(self.pool, step, counts)
+        self._counts[_ACCEPTED].add_(step.counts.sum())
+
+    def _write_to(self, step: Any, targets: torch.Tensor, tracked: torch.Tensor) -> None:
+        """Fold slots, up to a token of their windows, into the states of others.
+
+        For the moment of a fold a target has the pages of its source and that many rows, as a fork
+        has. The fold leaves it on its own.
+        """
+        arrays, records, batch = step.arrays, self._records, targets.shape[0]
+        chosen = (tracked >= 0) & (targets > 0) & (arrays.slot[:batch] > 0)
+        at = torch.where(chosen, targets, 0).long()  # slot 0 is nobody's
+        records.checkpoint[at] = arrays.page[:batch]
+        records.table[at] = arrays.table[:batch]
+        records.history[at] = (arrays.history[:batch] + tracked + 1).int()
+        self._plain.index_fill_(0, at, False)
+        self._fold(torch.where(chosen, targets, -1), chosen, _power(batch), _TRACK)
+
     # What reads or writes states directly -----------------------------------------------------
 
     def fold_now(self, slots: torch.Tensor, chosen: torch.Tensor | None = None) -> None:
         """Fold every pending row of `slots`, or of those that are `chosen` (bool ``[batch]``)."""
-        cause = _EXTEND if chosen is None else _TRACK
         if chosen is None:
             chosen = torch.ones(slots.shape[0], dtype=torch.bool, device=slots.device)
-            bucket = 1 << (slots.shape[0] - 1).bit_length()
+            self._fold(slots, chosen, _power(slots.shape[0]), _EXTEND)
         else:
-            bucket = slots.shape[0]  # as captured
-        plan = self._forcing.plan(
-            slots,
-            0,
-            bucket=bucket,
-            force_fold=chosen,
-        )
-        replayinfer.ops.fold(self._forcing, plan, backend=self.backend)
-        self._count_folds(plan, cause)
-        self._forcing.commit(plan)
+            self._fold(slots, chosen, slots.shape[0], _TRACK)  # the bucket as captured
 
     def before_extend(self, slots: torch.Tensor) -> None:
         """Make the states of `slots` plain and whole, for SGLang's own prefill to go on from."""
@@ -273,22 +336,34 @@ class SlotReplay:
 
     def counters(self) -> dict[str, int]:
         """Totals since the start, and the bytes of state traffic that replay saved; waits."""
-        counts = dict(zip(_COUNTS, self._counts.tolist(), strict=True))
+        kinds = _COUNTS + (_VERIFY_COUNTS if self.window > 1 else ())
+        counts = dict(zip(kinds, self._counts.tolist(), strict=False))
         pool = self.pool
         state = math.prod(pool.spec.state_shape) * len(pool.layers)
         row = pool.spec.row_bytes(pool.dtype, pool.format) * len(pool.layers)
         folds = sum(counts[name] for name in _COUNTS[_FOLDS:])
-        rows = counts["decode rows"]
+        rows, windows = counts["decode rows"], counts.get("verified windows", 0)
         # Half of the capacity is what a slot holds on average between two folds.
-        moved = rows * (state * pool.format.bytes_read + row * (1 + self.options.capacity // 2))
+        half = self.options.capacity // 2
+        moved = rows * (state * pool.format.bytes_read + row * (1 + half))
+        moved += windows * (state * pool.format.bytes_read + row * (self.window + half))
         moved += folds * (2 * state * pool.format.bytes_stored + row * self.options.capacity)
-        counts["bytes saved"] = rows * 2 * state * pool.format.standard_bytes - moved
+        # A decode step reads and writes a state. A verify reads it, writes one for each token, and
+        # the last accepted one is read and written once more.
+        standard = (rows * 2 + windows * (self.window + 3)) * state * pool.format.standard_bytes
+        counts["bytes saved"] = standard - moved
         return counts
 
     # Inside -----------------------------------------------------------------------------------
 
+    def _fold(self, slots: torch.Tensor, chosen: torch.Tensor, bucket: int, cause: int) -> None:
+        plan = self._forcing.plan(slots, 0, bucket=bucket, force_fold=chosen)
+        replayinfer.ops.fold(self._forcing, plan, backend=self.backend)
+        self._count_folds(plan, cause)
+        self._forcing.commit(plan)
+
     def _drop(self) -> None:
-        """Give up a step whose layers did not all run, as after an error."""
+        """Give up a step: its layers did not all run, as after an error, or its windows wait."""
         plan, self._plan = self._plan, None
         if plan is not None:
             self.planner.abort(plan)
@@ -299,6 +374,11 @@ class SlotReplay:
     def _input_pages(self, slots: torch.Tensor) -> torch.Tensor:
         each = torch.arange(self._pages, device=slots.device)
         return (slots[:, None] * self._pages + each).flatten()
+
+
+def _power(batch: int) -> int:
+    """The least power of two that holds a batch."""
+    return 1 << (batch - 1).bit_length()
 
 
 def _unpadded(slots: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,32 @@ async def walk(engine: Any) -> dict[str, list[dict[str, Any]]]:
     return out
 
 
+async def short_walk(engine: Any) -> dict[str, list[dict[str, Any]]]:
+    """The first requests of `walk`, and fewer together."""
+    long = prompt(200, 3)
+    first = await _ask(engine, long, 60)
+    many = [_ask(engine, prompt(5 + 30 * i, i + 11), 12 + 6 * i) for i in range(6)]
+    return {
+        "alone": [first],
+        "again": [
+            await _ask(engine, long + first["ids"][:-1] + prompt(9, 5), 20),
+            await _ask(engine, long + first["ids"][:21], 20),
+        ],
+        "together": list(await asyncio.gather(*many)),
+    }
+
+
+def seen(answers: dict[str, list[dict[str, Any]]], seed: int) -> str:
+    """A corpus for a drafter of `short_walk`: its answers, wrong here and there."""
+    choose = random.Random(seed)
+    prompts = [prompt(200, 3), *(prompt(5 + 30 * i, i + 11) for i in range(6))]
+    corpus = []
+    for asked, answer in zip(prompts, answers["alone"] + answers["together"], strict=True):
+        ids = [i if choose.random() < 0.85 else choose.randrange(2, 250) for i in answer["ids"]]
+        corpus.append(asked[-4:] + ids)
+    return json.dumps(corpus)
+
+
 def main() -> None:
     job = json.loads(sys.argv[1])
     import sglang
@@ -150,7 +178,10 @@ def main() -> None:
         )
     )  # fmt: skip
     if not job.get("start_only"):
-        answers = engine.loop.run_until_complete(walk(engine))
+        while "TEST_CORPUS" in os.environ and not Path(os.environ["TEST_CORPUS"]).exists():
+            time.sleep(0.1)
+        go = short_walk if job.get("short") else walk
+        answers = engine.loop.run_until_complete(go(engine))
         print(MARK + json.dumps(answers), flush=True)
     engine.shutdown()
 

@@ -17,6 +17,8 @@ CPU = [
     "--grammar-backend", "none", "--disable-cuda-graph",
 ]  # fmt: skip
 
+NGRAM = ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"]
+
 # Flags beside ours, and how the refusal begins.
 REFUSED = {
     "disaggregation": (
@@ -28,6 +30,19 @@ REFUSED = {
     "int8": (
         ["--enable-int8-mamba-checkpoint"],
         "got --enable-int8-mamba-checkpoint; allowed no int8 checkpoint pool",
+    ),
+    "drafts of another kind": (
+        ["--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "QWEN"],
+        "got --speculative-algorithm STANDALONE; allowed EAGLE, EAGLE3, NEXTN, NGRAM",
+    ),
+    "trees": (
+        ["--speculative-algorithm", "NGRAM"],
+        "allowed chains of drafts",
+    ),
+    "windows beyond the capacity": (
+        [*NGRAM, "--speculative-num-draft-tokens", "16"],
+        "REPLAYINFER_SGLANG_CAPACITY: got 16; allowed at least 17 beside "
+        "--speculative-num-draft-tokens 16",
     ),
     "prefill": (
         ["--linear-attn-prefill-backend", "replayinfer"],
@@ -41,12 +56,16 @@ def parsed(models):
     qwen = ["--model-path", models["qwen3_next"], *CPU]
     cases = {
         "served": [*qwen, *FLAG],
+        "drafts": [*qwen, *FLAG, *NGRAM, "--speculative-num-draft-tokens", "4"],
         "mamba2": ["--model-path", models["nemotron_h"], *CPU, *FLAG],
         "not chosen": qwen,
         "not chosen, no recurrent layers": ["--model-path", models["llama"], *CPU],
         "no recurrent layers": ["--model-path", models["llama"], *CPU, *FLAG],
         "misspelt": [*qwen, FLAG[0], "replayinfr"],
-        **{name: [*qwen, *FLAG, *more] for name, (more, _) in REFUSED.items()},
+        **{
+            name: [flag.replace("QWEN", models["qwen3_next"]) for flag in (*qwen, *FLAG, *more)]
+            for name, (more, _) in REFUSED.items()
+        },
     }
     done = subprocess.run(
         [sys.executable, str(runs.HERE / "sglang_parse.py"), json.dumps(cases)],
@@ -60,7 +79,7 @@ def parsed(models):
 
 def test_the_flag_parses_and_is_published(parsed):
     said = parsed["said"]
-    assert said["served"] == said["mamba2"] == "ok"
+    assert said["served"] == said["mamba2"] == said["drafts"] == "ok"
     assert said["not chosen"] == said["not chosen, no recurrent layers"] == "ok"
     assert said["misspelt"].startswith("SystemExit")
 

@@ -79,12 +79,13 @@ class Server:
         self.spec, self.rng = SPECS[name], rng
         backend = options.pop("backend", "torch")
         dtype = options.pop("dtype", torch.float32)
+        window = options.pop("window", 1)
         self.states = torch.full((len(LAYERS), SLOTS, *self.spec.state_shape), torch.nan)
         whole, self.weights = model(self.spec, rng)
         family = self.spec.family
         self.replay = SlotReplay(
             read_layers(whole, family), list(LAYERS), self.states, dtype,  # type: ignore[arg-type]
-            Options(**options), backend=backend,
+            Options(**options), window=window, backend=backend,
         )  # fmt: skip
         self.whole, self.dtype = whole, dtype
         self.states[:, 0] = torch.nan  # padded rows of SGLang may write anything there
@@ -167,6 +168,58 @@ class Server:
                 self.states[:, target] = self.states[:, source]
                 self.truth[target] = self.truth[source].clone()
             self.replay.written(targets, mask, plain=False)
+        return pairs
+
+    def verify(
+        self,
+        slots: list[int],
+        accepted: list[int],
+        track: dict[int, tuple[int, int]] | None = None,
+        pads: int = 0,
+    ) -> list[Any]:
+        """A verify of windows, of which so many tokens are taken.
+
+        `track` names slots whose states after some token of the window are wanted, by that token
+        and the slot to write to. `pads` rows are the graph's own: SGLang's counts have none for
+        them.
+        """
+        window, bucket = self.replay.window, len(slots) + pads
+        self.replay.begin(torch.tensor([*slots, *[-1] * pads], dtype=torch.int32), verify=True)
+        pairs = []
+        track = track or {}
+        tracked = {slot: self.truth[slot].clone() for slot in track}
+        for index, layer in enumerate(LAYERS):
+            each = [self.inputs(window) for _ in range(bucket)]
+            joined = {name: torch.cat([one[name] for one in each]) for name in each[0]}
+            y = self.replay.readout(layer, **joined)
+            assert not y[len(slots) :].any()
+            for i, slot in enumerate(slots):
+                if slot <= 0:
+                    assert not y[i].any()
+                    continue
+                before = self.truth[slot][index][None].clone()
+                want, _ = recurrence(self.spec, before, each[i], self.weights[layer])
+                pairs.append((y[i], want[0]))
+                cuts = {"kept": accepted[i]}
+                if slot in track:
+                    cuts["tracked"] = track[slot][0] + 1
+                for name, tokens in cuts.items():
+                    if not tokens:
+                        continue
+                    some = {n: v[:, :tokens] for n, v in each[i].items()}
+                    _, after = recurrence(self.spec, before, some, self.weights[layer])
+                    (self.truth if name == "kept" else tracked)[slot][index] = after[0]
+        self.replay.pause()
+        last = torch.tensor(accepted, dtype=torch.int32) - 1
+        if track:
+            steps = torch.tensor([track[s][0] if s in track else -1 for s in slots])
+            # Where nothing is tracked, a slot that is still somebody's.
+            targets = torch.tensor([track[s][1] if s in track else max(slots) for s in slots])
+            self.replay.accept(bucket, last, targets, steps)
+        else:
+            self.replay.accept(bucket, last)
+        for slot, (_, target) in track.items():
+            self.truth[target] = tracked[slot]
         return pairs
 
     def state(self, slot: int) -> torch.Tensor:

@@ -10,11 +10,16 @@ import pytest
 from replayinfer import UnsupportedError
 from replayinfer.integrations.sglang import arguments, plugin
 from replayinfer.integrations.sglang.layers import read_layers
+from replayinfer.integrations.sglang.options import Options
 
 from .stand_ins import LAYERS, SPECS, model, namespace
 
 REFUSED = {
-    "speculative_algorithm": "EAGLE",
+    "speculative_algorithm": "DFLASH",
+    "speculative_eagle_topk": 4,
+    "speculative_num_draft_tokens": 17,
+    "speculative_adaptive": True,
+    "enable_multi_layer_eagle": True,
     "disaggregation_mode": "prefill",
     "enable_unified_memory": True,
     "enable_page_major_kv_layout": True,
@@ -57,6 +62,22 @@ def test_unsupported_arguments_are_refused_in_one_line(name):
     assert "\n" not in said
     assert f"--{name.replace('_', '-')}" in said
     assert "; allowed " in said
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NGRAM"])
+def test_chains_of_drafts_are_served_within_the_capacity(algorithm):
+    chains = given()
+    chains.speculative_algorithm, chains.speculative_eagle_topk = algorithm, 1
+    chains.speculative_num_draft_tokens = 8
+    arguments.require_supported(chains)
+    Options(9).require_for(chains)
+    with pytest.raises(UnsupportedError) as refusal:
+        Options(8).require_for(chains)
+    assert "CAPACITY: got 8; allowed at least 9 beside --speculative-num-draft-tokens 8" in str(
+        refusal.value
+    )
+    chains.speculative_algorithm = None
+    Options(8).require_for(chains)
 
 
 def test_supported_arguments_pass():

@@ -40,20 +40,32 @@ def conv_fn(
 
 
 def conv_update(
-    x, conv_state, weight, bias=None, activation=None, conv_state_indices=None, **options
-):
-    """The causal convolution of one token a sequence ``[batch, channels]``."""
+    x, conv_state, weight, bias=None, activation=None, conv_state_indices=None,
+    intermediate_conv_window=None, intermediate_state_indices=None, **options,
+):  # fmt: skip
+    """The causal convolution of one token a sequence ``[batch, channels]``, or of several.
+
+    Of several, ``[batch, channels, tokens]``, the windows after each are kept apart, and the state
+    is left as it is.
+    """
     slots = conv_state_indices.long()
     live = slots >= 0
     at = slots.clamp(min=0)
-    rows = torch.cat([conv_state[at].float(), x.float()[:, :, None]], -1)
-    y = (rows * weight.float()).sum(-1)
+    tokens = x if x.dim() == 3 else x[:, :, None]
+    taps = weight.shape[-1]
+    rows = torch.cat([conv_state[at].float(), tokens.float()], -1).unfold(-1, taps, 1)
+    y = (rows * weight.float()[:, None]).sum(-1)
     if bias is not None:
-        y = y + bias.float()
+        y = y + bias.float()[:, None]
     if activation in ("silu", "swish", True):
         y = F.silu(y)
-    conv_state[at[live]] = rows[live][:, :, 1:].to(conv_state.dtype)
-    return y.to(x.dtype)
+    after = rows[..., 1:]  # [batch, channels, tokens, taps - 1]
+    if x.dim() == 3:
+        kept = intermediate_state_indices.long()[live]
+        intermediate_conv_window[kept] = after[live].transpose(1, 2).to(conv_state.dtype)
+        return torch.empty_like(x).copy_(y)  # of the input's strides
+    conv_state[at[live]] = after[live][:, :, 0].to(conv_state.dtype)
+    return y[..., 0].to(x.dtype)
 
 
 def _gdn() -> None:

@@ -20,9 +20,11 @@ def install() -> None:
     _triton()
     _platform()
     _weights()
+    import drafting
     import recurrences
 
     recurrences.install()
+    drafting.install()
 
 
 def _device() -> None:
@@ -30,6 +32,7 @@ def _device() -> None:
 
     given = torch.get_device_module
     torch.get_device_module = lambda device=None: torch.cpu if device is None else given(device)
+    torch.cuda.synchronize = lambda *args: None
     torch.cpu.device = lambda index=None: contextlib.nullcontext()
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
     if "vllm" not in sys.modules:  # its rotary embedding is asked for off CUDA, and not called
