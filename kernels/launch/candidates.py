@@ -120,6 +120,23 @@ def _fold(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
         )  # fmt: skip
 
 
+@_of("fold64", "mamba2")
+def _long_fold(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
+    """Of more than 32 rows: narrower tiles, or fewer programs."""
+    if spec.dim % 64:
+        for columns, programs in ((64, 8), (64, 12), (128, 8)):
+            yield LaunchConfig(
+                num_warps=1, rows=16, columns=columns, heads=4, programs_per_sm=programs
+            )
+        return
+    for columns, programs, registers, heads in (
+        (32, 4, 128, 2), (32, 4, 128, 4), (64, 3, 168, 2), (64, 3, 168, 4), (64, 4, 128, 2),
+    ):  # fmt: skip
+        yield LaunchConfig(
+            rows=64, columns=columns, heads=heads, programs_per_sm=programs, registers=registers
+        )
+
+
 @_of("verify", "mamba2")
 @_of("verify64", "mamba2")
 def _verify(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
@@ -134,6 +151,19 @@ def _verify(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
 def _verify_prepass(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
     for warps, rows in ((1, 32), (1, 16), (2, 32), (1, 64)):
         yield LaunchConfig(num_warps=warps, rows=rows)
+
+
+@_of("verify", "gdn", "kda")
+def _delta_verify(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
+    """Queries of every token beside the tile: rows are what the registers leave."""
+    for warps, rows in ((1, 64), (1, 32), (1, 16), (2, 64), (2, 32), (2, 128)):
+        yield LaunchConfig(num_warps=warps, rows=rows)
+
+
+@_of("verify_prepass", "gdn", "kda")
+def _delta_verify_prepass(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
+    for warps, registers in ((1, 168), (1, 0), (1, 128), (2, 0)):
+        yield LaunchConfig(num_warps=warps, registers=registers)
 
 
 @_of("conv", *_EVERY)

@@ -12,10 +12,11 @@ from rich.table import Table
 
 from replayinfer import __version__
 
-from ..backends.triton.variants import variants
+from ..backends.triton.variants import Variant, variants
 from ..cost import best_capacity
 from ..errors import InputError
 from ..formats import get_format
+from ..spec import LayerSpec
 from ..spec.presets import PRESETS
 from ..tune import TuneCase, TuneReport, merge_table, read_content, run_tune, write_content
 from ..tune.choose import show as show_choice
@@ -23,6 +24,8 @@ from ..tune.table import file_name, render
 from .options import command_line, integers, one_spec
 
 __all__ = ["tune"]
+
+_COMMIT_RATE = 0.7  # of drafts, in the length that windows are measured with
 
 
 def tune(
@@ -43,10 +46,17 @@ def tune(
     capacity: Annotated[
         str,
         typer.Option(
-            help="Rows before a fold (L) while measuring; auto: for each format the power of two "
-            "that moves the fewest bytes."
+            help="Rows before a fold (L) while measuring; auto: for each format, and for windows "
+            "apart, the power of two that moves the fewest bytes."
         ),
     ] = "auto",
+    window: Annotated[
+        str,
+        typer.Option(
+            help="Windows of several tokens whose kernels are tuned as well, comma-separated: a "
+            "choice is the best over all of them. 1: plain decode alone."
+        ),
+    ] = "4",
     out: Annotated[
         Path | None,
         typer.Option(
@@ -64,9 +74,19 @@ def tune(
     lengths = [None] if capacity == "auto" else integers("capacity", capacity)
     if len(lengths) > 1:
         raise InputError(f"capacity: got {capacity!r}; allowed one integer or auto; run tune twice")
+    windows = tuple(w for w in integers("window", window) if w > 1)
+    if windows and capacity != "auto" and (lengths[0] or 0) < max(windows):
+        raise InputError(
+            f"capacity: got {capacity} for windows of {max(windows)}; allowed at least the window, "
+            "since none is truncated; raise it, or pass --window 1"
+        )
     cases = [
-        TuneCase(spec, b, f, lengths[0] or best_capacity(spec, f)) for f in formats for b in batches
-    ]
+        TuneCase(
+            spec, b, f, lengths[0] or best_capacity(spec, f), windows=windows,
+            window_capacity=lengths[0] or _window_capacity(spec, f, windows),
+        )
+        for f in formats for b in batches
+    ]  # fmt: skip
     if show:
         Console().print(_launches(cases))
         return 0
@@ -104,6 +124,13 @@ def tune(
     return 0
 
 
+def _window_capacity(spec: LayerSpec, fmt: str, windows: tuple[int, ...]) -> int | None:
+    """What `bench` takes for the longest of them."""
+    if not windows:
+        return None
+    return best_capacity(spec, fmt, window=max(windows), commit_rate=_COMMIT_RATE)
+
+
 def _file(out: Path, device: str) -> Path:
     """A folder means the device's file in it."""
     return out if out.suffix == ".json" and not out.is_dir() else out / file_name(device)
@@ -129,9 +156,7 @@ def _launches(cases: list[TuneCase]) -> Table:
     for column in ("format", "batch", "op", "kernel", "programs", "warps", "constants"):
         table.add_column(column)
     for case in cases:
-        for variant in variants(
-            case.spec, case.format, case.capacity, None, case.batch, dtype=case.dtype, device=device
-        ):
+        for variant in _variants(case, device):
             launch = variant.launch
             constants = " ".join(f"{name}={value}" for name, value in launch.constants.items())
             table.add_row(
@@ -139,3 +164,19 @@ def _launches(cases: list[TuneCase]) -> Table:
                 str(launch.options.get("num_warps")), constants,
             )  # fmt: skip
     return table
+
+
+def _variants(case: TuneCase, device: torch.device) -> list[Variant]:
+    """Of plain decode, and what else windows launch."""
+    found = list[Variant]()
+    for window in (1, *case.windows):
+        length = case.capacity if window == 1 else case.window_capacity or case.capacity
+        found += [
+            variant
+            for variant in variants(
+                case.spec, case.format, length, None, case.batch, window=window,
+                dtype=case.dtype, device=device,
+            )
+            if variant not in found
+        ]  # fmt: skip
+    return found

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STAGES", "Choices", "Dropped", "Outcome", "Part", "Stage", "Trials", "choose", "rules"]
 
-Part = Literal["readout", "fold", "conv", "direct"]
+Part = Literal["readout", "fold", "conv", "direct", "verify"]
 Choices = Mapping[str, "LaunchConfig | None"]
 
 MARGIN = 0.01  # a candidate that is not faster by this share is as good as the rule's choice
@@ -42,10 +42,14 @@ STAGES = (
     Stage("fused", "readout", whole=True),
     Stage("fold", "fold"),
     Stage("fold32", "fold"),
+    Stage("fold64", "fold"),
     Stage("conv", "conv"),
     Stage("direct", "direct"),
+    Stage("verify", "verify"),
+    Stage("verify64", "verify"),
+    Stage("verify_prepass", "verify"),
 )
-"""In this order; a family has candidates for some of them."""
+"""In this order; a family has candidates for some of them, and a length takes one fold of three."""
 
 
 class Trials(Protocol):

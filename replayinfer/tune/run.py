@@ -24,13 +24,24 @@ Progress = Callable[["TuneCase", str, bool], None]
 
 @dataclass(frozen=True)
 class TuneCase:
-    """One shape, format and batch to find choices for."""
+    """One shape, format and batch to find choices for.
+
+    Attributes
+    ----------
+    windows : tuple of int
+        Windows of several tokens that a choice has to serve, since a table tells none apart: it is
+        the one with the least time over all of them. Empty: the kernels of windows are left out.
+    window_capacity : int or None
+        Rows before a fold where windows are decoded; None: `capacity`.
+    """
 
     spec: LayerSpec
     batch: int
     format: str = "fp32_split"
     capacity: int = 16
     dtype: torch.dtype = torch.bfloat16
+    windows: tuple[int, ...] = ()
+    window_capacity: int | None = None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -26,23 +25,15 @@ _CHECKED_BATCH = 128  # what is compared fits into memory a few times over
 
 
 class GraphTrials:
-    """See `Trials`: correctness on two layers and at most 128 sequences, times on cold layers."""
+    """See `Trials`: correctness on two layers and at most 128 sequences, times on cold layers.
+
+    Windows of each length have a pool of their own, and plain decode has one.
+    """
 
     def __init__(self, case: TuneCase, device: torch.device, rule: Choices) -> None:
         self._case, self._device, self._rule = case, device, rule
-        self._wanted: dict[Part, dict[str, torch.Tensor]] = {}
-
-    @cached_property
-    def _checked(self) -> World:
-        batch = min(self._case.batch, _CHECKED_BATCH)
-        return World(self._case, batch, 2, self._device, self._rule)
-
-    @cached_property
-    def _timed(self) -> World:
-        case = self._case
-        state = case.batch * math.prod(case.spec.state_shape) * 4
-        layers = max(4, min(64, -(-_COLD_BYTES // state)))
-        return World(case, case.batch, layers, self._device, self._rule)
+        self._made: dict[tuple[int, bool], World] = {}
+        self._wanted: dict[tuple[Part, int], dict[str, torch.Tensor]] = {}
 
     def asked(self, part: Part, choices: Choices) -> set[str]:
         """Which choices `part` looks up; see `Trials`."""
@@ -50,14 +41,36 @@ class GraphTrials:
         from replayinfer.kernels.launch.lookup import forced
 
         with forced(**choices) as ops, dry_launches():
-            self._checked.launches[part]()
+            for world in self._worlds(part):
+                world.launches[part]()
         return ops
 
     def wrong(self, part: Part, choices: Choices) -> str | None:
         """What is wrong with `choices`, or None; see `Trials`."""
-        world = self._checked
-        if part not in self._wanted:
-            self._wanted[part] = world.results(part, self._rule)
+        for world in self._worlds(part):
+            if reason := self._wrong(world, part, choices):
+                return reason
+        return None
+
+    def time(self, part: Part, arms: Mapping[int, Choices]) -> dict[int, float]:
+        """Microseconds a layer, of windows those of all lengths together; see `Trials`."""
+        from replayinfer.kernels.launch.lookup import forced
+
+        total = dict.fromkeys(arms, 0.0)
+        for world in self._worlds(part, timed=True):
+            graphs = {}
+            for place, choices in arms.items():
+                with forced(**choices):
+                    graphs[str(place)] = capture(world.launches[part])
+            times = interleaved(graphs)
+            for place in arms:
+                total[place] += times[str(place)] / world.layers
+        return total
+
+    def _wrong(self, world: World, part: Part, choices: Choices) -> str | None:
+        wanted = self._wanted.get((part, world.window))
+        if wanted is None:
+            wanted = self._wanted[part, world.window] = world.results(part, self._rule)
         try:
             got = world.results(part, choices)
         except Exception as error:  # a candidate that this device or compiler does not take
@@ -65,35 +78,54 @@ class GraphTrials:
                 raise
             world.wait()  # raises again where the device itself is in trouble
             return f"it cannot be launched ({(str(error).strip() or repr(error)).splitlines()[-1]})"
-        return disagreement(got, self._wanted[part])
+        reason = disagreement(got, wanted)
+        if reason is not None and world.window > 1:
+            return f"windows of {world.window}: {reason}"
+        return reason
 
-    def time(self, part: Part, arms: Mapping[int, Choices]) -> dict[int, float]:
-        """Microseconds a layer; see `Trials`."""
-        from replayinfer.kernels.launch.lookup import forced
+    def _worlds(self, part: Part, *, timed: bool = False) -> list[World]:
+        """The pools in which `part` is launched; those of other parts are dropped."""
+        windows = self._case.windows if part == "verify" else (1,)
+        self._made = {key: world for key, world in self._made.items() if key[0] in windows}
+        return [self._world(window, timed) for window in windows]
 
-        world, graphs = self._timed, {}
-        for place, choices in arms.items():
-            with forced(**choices):
-                graphs[str(place)] = capture(world.launches[part])
-        times = interleaved(graphs)
-        return {place: times[str(place)] / world.layers for place in arms}
+    def _world(self, window: int, timed: bool) -> World:
+        if (window, timed) not in self._made:
+            case = self._case
+            batch, layers = min(case.batch, _CHECKED_BATCH), 2
+            if timed:
+                state = case.batch * math.prod(case.spec.state_shape) * 4
+                batch, layers = case.batch, max(4, min(64, -(-_COLD_BYTES // state)))
+            world = World(case, batch, layers, self._device, self._rule, window)
+            self._made[window, timed] = world
+        return self._made[window, timed]
 
 
 class World:
     """A pool of sequences whose histories are staggered, and the launches of one step.
 
-    Its rows were written by `capacity` steps of decoding, so they are what later steps meet.
+    Its rows were written by `capacity` steps of decoding, so they are what later steps meet. The
+    step is one of windows of `window` tokens.
     """
 
     def __init__(
-        self, case: TuneCase, batch: int, layers: int, device: torch.device, rule: Choices
+        self,
+        case: TuneCase,
+        batch: int,
+        layers: int,
+        device: torch.device,
+        rule: Choices,
+        window: int = 1,
     ) -> None:
         from replayinfer.kernels.launch.lookup import forced
 
         spec = case.spec
-        self.layers = layers
+        capacity = case.capacity
+        if window > 1 and case.window_capacity is not None:
+            capacity = case.window_capacity
+        self.layers, self.window = layers, window
         self.pool = pool = StatePool(
-            spec, range(layers), batch, capacity=case.capacity, format=case.format,
+            spec, range(layers), batch, capacity=capacity, max_window=window, format=case.format,
             dtype=case.dtype, device=device,
         )  # fmt: skip
         self.backend = backend = TritonBackend()
@@ -108,26 +140,29 @@ class World:
         for layer in range(layers):
             pool.bind(layer, **make_weights(spec, case.dtype, generator))
             pool.checkpoints.store(layer, pages, initial_states(spec, batch, generator))
-            self.tokens.append(make_tokens(spec, batch, case.dtype, generator, False))
-        self.inputs = [{n: v[:, None] for n, v in t.inputs.items()} for t in self.tokens]
-        shape = (batch, 1, *(getattr(spec, d) for d in spec.output_dims))
+            self.tokens.append(make_tokens(spec, batch * window, case.dtype, generator, False))
+        self.inputs = [t.windows(window) for t in self.tokens]
+        shape = (batch, window, *(getattr(spec, d) for d in spec.output_dims))
         self.outputs = [torch.zeros(shape, dtype=case.dtype, device=device) for _ in self.tokens]
         self.convolved = [torch.zeros_like(t.rows[:, None]) for t in self.tokens]
 
         # 1..capacity rows: as many sequences fold as in any other step.
-        rows = case.capacity - np.arange(batch) * case.capacity // batch
+        rows = capacity - np.arange(batch) * capacity // batch
         with forced(**rule):
-            for step in range(case.capacity):
+            for step in range(capacity):
                 self.plan = planner.plan(handles, (step < rows).astype(np.int32), window=1)
                 planner.folded(self.plan)  # nobody folds yet
-                self._readout()
+                self._readout(1)
                 planner.commit(self.plan)
-        self.plan = planner.plan(handles)
+        self.plan = planner.plan(handles, window)
         planner.abort(self.plan)  # its arrays stay as they are
+        if window > 1:
+            self.launches: dict[Part, Callable[[], None]] = {"verify": self._readout}
+            return
         pool.cursors.history[pool.cursors.resolve(handles)] = 0
         direct = HostPlanner(pool)
         self.direct_plan: Plan = direct.plan(handles, direct=True)
-        self.launches: dict[Part, Callable[[], None]] = {
+        self.launches = {
             "readout": self._readout, "fold": self._fold, "conv": self._conv,
             "direct": self._direct,
         }  # fmt: skip
@@ -167,18 +202,19 @@ class World:
             kind = torch.float32 if pool.format.lossless else pool.format.plane_dtype
             states = (pool.checkpoints.load(i, every).to(kind) for i in range(self.layers))
             found |= {f"states of layer {i}": state for i, state in enumerate(states)}
-        if part == "readout":
+        if part in ("readout", "verify"):
             fields = pool.inputs.fields.items()
             found |= {f"rows of {name}": field.flatten(0, 1).clone() for name, field in fields}
         if part == "conv":
             found["rings"] = pool.conv.rows.flatten(0, 1).clone()
         return found
 
-    def _readout(self) -> None:
+    def _readout(self, tokens: int | None = None) -> None:
+        """Of whole windows, or of their first `tokens`."""
         for layer in range(self.layers):
-            self.backend.readout(
-                self.pool, self.plan, layer, self.inputs[layer], self.outputs[layer]
-            )
+            inputs = {name: value[:, :tokens] for name, value in self.inputs[layer].items()}
+            out = self.outputs[layer][:, :tokens]
+            self.backend.readout(self.pool, self.plan, layer, inputs, out)
 
     def _fold(self) -> None:
         self.backend.fold(self.pool, self.plan)

@@ -77,6 +77,8 @@ def test_without_a_gpu_it_says_so_in_one_line(tune, tmp_path):
         (["--format", "fp8"], "format: got 'fp8'; allowed fp32"),
         (["--capacity", "0"], "capacity: got '0'; allowed integers >= 1"),
         (["--capacity", "8,16"], "capacity: got '8,16'; allowed one integer or auto"),
+        (["--window", "0"], "window: got '0'; allowed integers >= 1"),
+        (["--capacity", "3"], "capacity: got 3 for windows of 4; allowed at least the window"),
         (["--tp", "3"], "size: got 3; allowed a divisor of heads=128"),
         (["--capacity", "many"], "capacity"),
     ],
@@ -94,6 +96,17 @@ def test_the_length_is_the_one_that_bench_takes(tune, gpu):
     assert status == 0
     spec = one_spec("qwen3-next", None)
     assert [c.capacity for c in gpu] == [best_capacity(spec, f) for f in ("fp32", "bf16")]
+    assert [c.window_capacity for c in gpu] == [
+        best_capacity(spec, f, window=4, commit_rate=0.7) for f in ("fp32", "bf16")
+    ]
+
+
+def test_windows_are_those_that_are_named(tune, gpu):
+    short = ("--batch", "1", "--format", "fp32", "--capacity", 16)
+    for arguments in ((), ("--window", "8,1,2"), ("--window", 1)):
+        assert tune(*short, *arguments)[0] == 0
+    assert [c.windows for c in gpu] == [(4,), (8, 2), ()]
+    assert [c.window_capacity for c in gpu] == [16, 16, 16]
 
 
 def test_without_a_file_the_table_is_all_of_the_output(tune, gpu):
@@ -143,3 +156,9 @@ def test_show_says_what_is_launched_and_needs_no_gpu(tune):
     status, out, _ = tune("--show", "--model", "qwen3-next", "--batch", 64, "--format", "bf16")
     assert status == 0
     assert "_readout_kernel" in out
+    assert "_verify_kernel" in out
+    assert out.count("_conv_update_kernel") == 2  # of one token, and of windows
+    status, out, _ = tune("--show", "--batch", 1, "--format", "bf16", "--window", 1)
+    assert status == 0
+    assert "_readout_kernel" in out or "_fused_kernel" in out
+    assert "_verify_kernel" not in out

@@ -27,14 +27,16 @@ def test_a_run_measures_every_operation(monkeypatch, tmp_path):
         ],
         ("mamba2", "conv"): [LaunchConfig(num_warps=4, rows=256)],
         ("mamba2", "direct"): [LaunchConfig(num_warps=2, rows=16)],
+        ("mamba2", "verify"): [LaunchConfig(num_warps=1, rows=16)],
+        ("mamba2", "verify_prepass"): [LaunchConfig(num_warps=1, rows=16)],
     }
     monkeypatch.setattr(
         known, "_MAKERS", {key: lambda s, f, c=choices: c for key, choices in few.items()}
     )
-    cases = [TuneCase(SPEC, batch, "fp32_split", capacity=4) for batch in (1, 6)]
+    cases = [TuneCase(SPEC, b, "fp32_split", capacity=4, windows=(4,)) for b in (1, 6)]
     report = run_tune(cases, command="test", version="0")
     assert report.device == torch.cuda.get_device_name()
-    ops = {"readout", "fused", "fold", "conv", "direct"}
+    ops = {"readout", "fused", "fold", "conv", "direct", "verify", "verify_prepass"}
     for _, outcome in report.outcomes:
         assert set(outcome.choices) == ops
         assert all(0 < micros < 1e4 for micros in outcome.micros.values())

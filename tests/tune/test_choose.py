@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from replayinfer import GDNSpec, Mamba2Spec
+from replayinfer import GDNSpec, KDASpec, Mamba2Spec
 from replayinfer.kernels.launch import candidates as known
 from replayinfer.kernels.launch.config import LaunchConfig
 from replayinfer.kernels.launch.lookup import rule
@@ -14,6 +14,7 @@ from replayinfer.tune.choose import MARGIN, MOST_PROGRAMS, STAGES, choose, rules
 
 SPEC = Mamba2Spec(heads=8, dim=64, state=128, groups=8)
 OTHER = GDNSpec(heads=8, dim=64, state=128, key_heads=8)
+KDA = KDASpec(heads=8, dim=64, state=128, key_heads=8)
 A, B, C = (LaunchConfig(num_warps=8, rows=n) for n in (16, 32, 64))
 
 
@@ -153,8 +154,32 @@ def test_an_operation_without_candidates_is_left_to_the_rule():
 def test_real_candidates(monkeypatch):
     """Every stage of every family is decided, whatever the shape and batch."""
     monkeypatch.undo()
-    for spec in (SPEC, replace(SPEC, dim=80), OTHER):
-        for batch in (1, 256):
-            found = choose(spec, "bf16", batch, Machine(unused={"fold32"}))
-            ops = {"readout", "prepass", "fused", "fold", "conv", "direct"}
-            assert set(found.choices) == ops
+    for spec in (SPEC, replace(SPEC, dim=80), OTHER, KDA):
+        # A length takes one kernel of windows, and one fold.
+        for long in ({"fold32", "fold64", "verify64"}, {"fold", "verify"}):
+            for batch in (1, 256):
+                found = choose(spec, "bf16", batch, Machine(unused=long))
+                ops = {"readout", "prepass", "fused", "conv", "direct", "verify_prepass"}
+                if "fold" not in long:
+                    assert set(found.choices) == ops | {"fold", "verify"}
+                elif spec.family == "mamba2":
+                    assert set(found.choices) == ops | {"fold64", "verify64"}
+                else:
+                    assert set(found.choices) == ops | {"fold32"}
+
+
+def test_kernels_of_windows_are_chosen_one_after_the_other_and_apart(makers):
+    makers["mamba2", "verify"] = makers["mamba2", "verify_prepass"] = lambda spec, fmt: [A, B]
+    machine = Machine({("verify", A): 0.5, ("verify_prepass", B): 0.4}, unused={"verify64"})
+    found = choose(SPEC, "fp32", 4, machine)
+    assert (found.choices["verify"], found.choices["verify_prepass"]) == (A, B)
+    assert found.micros["verify_prepass"] == pytest.approx(40.0)
+    last = machine.calls[-1]
+    assert (last[1], last[2]["verify"]) == ("verify", A)
+
+
+def test_without_windows_their_kernels_are_left_to_the_rule(makers):
+    makers["mamba2", "verify"] = lambda spec, fmt: [A]
+    machine = Machine(unused={"verify", "verify64", "verify_prepass"})
+    assert set(choose(SPEC, "fp32", 4, machine).choices) == {"readout", "fold"}
+    assert not any(part == "verify" for _, part, _ in machine.calls)

@@ -29,24 +29,30 @@ SOUND = {
     "fold": {"fold": LaunchConfig(rows=16, columns=16)},
     "conv": {"conv": LaunchConfig(rows=8)},
     "direct": {"direct": LaunchConfig(num_warps=1, rows=4)},
+    "verify": {"verify": LaunchConfig(num_warps=1, rows=16)},
 }
+WINDOWS = (2, 3)
 
 
 @pytest.fixture(scope="module")
 def trials():
-    case = TuneCase(SPEC, 2, "fp32_split", capacity=2)
+    case = TuneCase(SPEC, 2, "fp32_split", capacity=2, windows=WINDOWS, window_capacity=4)
     return GraphTrials(case, torch.device("cpu"), RULE)
 
 
 @interpreted
 @pytest.mark.parametrize("part", SOUND)
 def test_a_sound_candidate_agrees_and_the_pool_is_as_before(part, trials):
-    pool = trials._checked.pool
-    parts = {"checkpoints": pool.checkpoints.storage, "rings": pool.conv.rows, **pool.inputs.fields}
+    parts = {}
+    for world in trials._worlds(part):
+        pool = world.pool
+        kept = {"checkpoints": pool.checkpoints.storage, "rings": pool.conv.rows}
+        kept |= pool.inputs.fields
+        parts |= {(world.window, name): tensor for name, tensor in kept.items()}
     before = {name: tensor.clone() for name, tensor in parts.items()}
     assert trials.wrong(part, {**RULE, **SOUND[part]}) is None
     for name, tensor in parts.items():
-        assert_bitwise_equal(tensor, before[name], name)
+        assert_bitwise_equal(tensor, before[name], str(name))
 
 
 @interpreted
@@ -59,11 +65,15 @@ def test_a_sound_candidate_agrees_and_the_pool_is_as_before(part, trials):
         ("fold", lambda pool, plan, out: pool.checkpoints.storage[1, 0].add_(2**10), "states of"),
         ("conv", lambda pool, plan, out: pool.conv.rows[0].mul_(1.1), "rings are off"),
         ("direct", lambda pool, plan, out: pool.checkpoints.storage[0].add_(2**10), "states of"),
+        ("verify", lambda pool, plan, out: out[1, 1].mul_(1.1), "windows of 2: outputs of layer 0"),
+        ("verify", lambda pool, plan, out: out[0, 2:].fill_(math.nan), "windows of 3: outputs of"),
+        ("verify", lambda pool, plan, out: pool.inputs.fields["x"][1].mul_(1.1), "rows of x"),
     ],
 )
 def test_a_wrong_candidate_is_found(part, spoil, reason, trials, monkeypatch):
     choices = {**RULE, **SOUND[part]}
-    run = getattr(TritonBackend, part)
+    method = "readout" if part == "verify" else part
+    run = getattr(TritonBackend, method)
 
     def spoiled(*args):
         run(*args)
@@ -74,7 +84,7 @@ def test_a_wrong_candidate_is_found(part, spoil, reason, trials, monkeypatch):
             spoil(pool, plan, args[-1])
 
     static = part == "direct"
-    monkeypatch.setattr(TritonBackend, part, staticmethod(spoiled) if static else spoiled)
+    monkeypatch.setattr(TritonBackend, method, staticmethod(spoiled) if static else spoiled)
     assert reason in trials.wrong(part, choices)
     assert trials.wrong(part, RULE) is None
 
@@ -87,6 +97,31 @@ def test_which_choices_a_part_looks_up(trials):
     assert trials.asked("fold", two) == {"fold"}
     assert trials.asked("conv", two) == {"conv"}
     assert trials.asked("direct", two) == {"direct"}
+    assert trials.asked("verify", two) == {"verify", "verify_prepass"}
+    long = TuneCase(SPEC, 2, "fp32_split", capacity=33, windows=(2,))
+    plain = TuneCase(SPEC, 2, "fp32_split", capacity=33)
+    device = torch.device("cpu")
+    assert GraphTrials(long, device, RULE).asked("verify", two) == {"verify64", "verify_prepass"}
+    assert GraphTrials(plain, device, RULE).asked("verify", two) == set()
+    assert GraphTrials(plain, device, RULE).asked("fold", two) == {"fold64"}
+
+
+@interpreted
+def test_the_time_of_windows_is_that_of_every_length(trials, monkeypatch):
+    """Graphs by what they capture: of two layers, whose arms differ by a choice."""
+    from replayinfer.kernels.launch.lookup import lookup as choice_of
+    from replayinfer.tune import trials as module
+
+    def capture(launch):
+        rows = choice_of("verify", SPEC, "fp32_split", 2, torch.device("cpu")).rows
+        return launch.__self__.window * rows
+
+    monkeypatch.setattr(module, "capture", capture)
+    monkeypatch.setattr(module, "interleaved", lambda graphs: graphs)
+    monkeypatch.setattr(trials, "_world", lambda window, timed: trials._made[window, False])
+    trials._worlds("verify")
+    arms = {i: {**RULE, "verify": LaunchConfig(rows=rows)} for i, rows in enumerate((16, 32))}
+    assert trials.time("verify", arms) == {0: 16 * (2 + 3) / 2, 1: 32 * (2 + 3) / 2}
 
 
 @interpreted
@@ -115,10 +150,14 @@ def test_a_device_without_memory_is_no_fault_of_a_candidate(trials, monkeypatch)
 
 @interpreted
 def test_histories_are_staggered_and_some_fold(trials):
-    plan = trials._checked.plan
-    assert plan.fold_count == 1
-    assert sorted(plan.arrays.history.tolist()) == [0, 1]
-    assert not trials._checked.direct_plan.fold_count
+    (world,) = trials._worlds("readout")
+    assert world.plan.fold_count == 1
+    assert sorted(world.plan.arrays.history.tolist()) == [0, 1]
+    assert not world.direct_plan.fold_count
+    for world in trials._worlds("verify"):  # 4 rows and 2, of which as many as fit stay
+        assert sorted(world.plan.arrays.history.tolist()) == (
+            [0, 2] if world.window == 2 else [0, 0]
+        )
 
 
 def _op(part: str) -> str:
