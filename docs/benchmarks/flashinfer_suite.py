@@ -225,6 +225,7 @@ def write(report: Path, out: Path, revision: str) -> dict[str, Any]:
             failures[case] = reason
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     result = {
+        "command": "python docs/benchmarks/flashinfer_suite.py CHECKOUT",
         "tests": revision,
         "device": device,
         "torch": torch.__version__,
