@@ -9,22 +9,32 @@ graph over the pool's tensors would grow with every step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from .backends import Backend, select
+from .backends import Backend, ShiftedConvolution, select
 from .checks import check_tensor
 from .errors import InputError, PlanError, UnsupportedError
+from .operands import (
+    check_convolution,
+    check_convolved,
+    check_convolved_example,
+    check_example,
+    check_inputs,
+    check_rows,
+    layer_output,
+)
 from .planner import DevicePlanner, HostPlanner, Plan
 from .pools import StatePool
-from .spec.base import GATE_DTYPES
 
 __all__ = [
+    "ShiftedConvolution",
     "commit",
     "conv_update",
+    "convolved_readout",
+    "convolves",
     "fold",
     "join_pages",
     "materialize",
@@ -132,6 +142,62 @@ def readout(
     out = layer_output(pool, lead, out, pool.spec.output_dims)
     chosen = select(backend, pool)
     (chosen.direct if plan.direct else chosen.readout)(pool, plan, index, ready, out)
+    plan.layers_run.add(layer)
+    return out
+
+
+def convolves(pool: StatePool, bucket: int, *, backend: str | Backend = "auto") -> bool:
+    """Whether `convolved_readout` serves steps of this bucket."""
+    return select(backend, pool).convolves(pool, bucket) is None
+
+
+@torch.no_grad()
+def convolved_readout(
+    pool: StatePool,
+    plan: Plan,
+    layer: int,
+    conv: ShiftedConvolution,
+    *,
+    out: torch.Tensor | None = None,
+    backend: str | Backend = "auto",
+    **gates: torch.Tensor,
+) -> torch.Tensor:
+    """`readout` of one token with the convolution before it, of windows that an engine keeps.
+
+    The traffic of the windows then overlaps with that of the states. For engines with convolution
+    states of their own, as SGLang's and vLLM's; a pool that keeps rings has `conv_update`.
+
+    Parameters
+    ----------
+    conv : ShiftedConvolution
+        Its windows move by the token, so a second call for the same step is not the same again.
+    **gates
+        GDN: ``a [bucket, 1, heads]`` (or ``g``) and ``b [bucket, 1, heads]``, as in `readout`; or
+        ``[bucket, key_heads, ratio]`` where ``x`` lies by key head.
+    out : Tensor, optional
+        ``[bucket, 1, heads, dim]``, as in `readout`.
+
+    Raises
+    ------
+    UnsupportedError
+        Another family than GDN, a window of several tokens, a direct step, or a bucket that the
+        backend does not serve so: ask `convolves`.
+    """
+    _require_folded(pool, plan, "convolved_readout")
+    index = pool.index(layer)
+    chosen = select(backend, pool)
+    reason = chosen.convolves(pool, plan.bucket)
+    if plan.window > 1 or plan.direct:
+        reason = f"a window of {plan.window}" if plan.window > 1 else "a direct step"
+    if reason is not None:
+        raise UnsupportedError(
+            f"convolved_readout: got {reason}; allowed replay of one token, for what convolves() "
+            "says; convolve first, and call readout"
+        )
+    ready = check_convolved(pool, plan.bucket, conv, gates, "pad to the plan's bucket")
+    lead = {"bucket": plan.bucket, "window": 1}
+    out = layer_output(pool, lead, out, pool.spec.output_dims)
+    chosen.convolved_readout(pool, plan, index, conv, ready, out)
     plan.layers_run.add(layer)
     return out
 
@@ -263,6 +329,7 @@ def warmup(
     direct: bool = False,
     inputs: Sequence[Mapping[str, torch.Tensor | None]] | None = None,
     conv: Sequence[Mapping[str, torch.Tensor | None]] | None = None,
+    convolved: Sequence[tuple[ShiftedConvolution, Mapping[str, torch.Tensor | None]]] = (),
     backend: str | Backend = "auto",
 ) -> None:
     """Compile and load every kernel that a step of `bucket` and `window` can launch.
@@ -282,6 +349,10 @@ def warmup(
         readout is warmed.
     conv : sequence of mappings, optional
         The same for `conv_update`: ``x`` and perhaps ``out``.
+    convolved : sequence of (ShiftedConvolution, mapping), optional
+        The same for `convolved_readout`: the convolution of any batch, one per layer where their
+        tensors are not laid out alike, and the gates and perhaps ``out``. Its windows stay as they
+        are. Not for steps that `convolved_readout` does not serve.
 
     Raises
     ------
@@ -296,12 +367,15 @@ def warmup(
             "warmup: got a stream that captures a CUDA graph; allowed before the capture, which "
             "must not load kernels; warm up first"
         )
-    examples = None if inputs is None else [_check_example(pool, e) for e in inputs]
-    rows = None if conv is None else [_check_rows(pool, e) for e in conv]
+    examples = None if inputs is None else [check_example(pool, e) for e in inputs]
+    rows = None if conv is None else [check_rows(pool, e) for e in conv]
+    pairs = [(c, check_convolved_example(pool, c, e)) for c, e in convolved]
+    if window > 1 or direct or chosen.convolves(pool, bucket) is not None:
+        pairs = []
     pool.cursors.require_awake()
     plan = planner.plan([], bucket=bucket, window=window, direct=direct)
     try:
-        chosen.warmup(pool, plan, inputs=examples, conv=rows)
+        chosen.warmup(pool, plan, inputs=examples, conv=rows, convolved=pairs)
         if isinstance(planner, DevicePlanner):
             planner.warmup(plan)
     finally:
@@ -320,102 +394,6 @@ def _check_recode(pool: StatePool, pages: torch.Tensor, chosen: torch.Tensor) ->
         "chosen", chosen, shape=(pages.shape[0],), dims=("n",), dtypes=(torch.bool,),
         device=pool.device,
     )  # fmt: skip
-
-
-def check_inputs(
-    pool: StatePool,
-    lead: Mapping[str, int],
-    inputs: Mapping[str, torch.Tensor | None],
-    advice: str,
-) -> dict[str, torch.Tensor]:
-    """The inputs of a layer, each checked against the spec; omitted optional ones left out.
-
-    `lead` names the axes before the spec's own, e.g. ``{"bucket": 8, "window": 1}``.
-    """
-    spec = pool.spec
-    names = [f.name for f in spec.input_fields]
-    if unknown := [n for n in inputs if n not in names]:
-        raise InputError(
-            f"inputs: got {', '.join(unknown)}; allowed {', '.join(names)} for {spec.family}; "
-            "rename or drop it"
-        )
-    ready = {}
-    for field in spec.input_fields:
-        value = inputs.get(field.name)
-        if value is None and field.optional:
-            continue
-        ready[field.name] = check_tensor(
-            field.name,
-            value,
-            shape=(*lead.values(), *(getattr(spec, d) for d in field.dims)),
-            dims=(*lead, *field.dims),
-            dtypes=(pool.dtype,) if field.kind == "activation" else GATE_DTYPES,
-            device=pool.device,
-            advice=f"{advice}; for a shard use spec.shard(rank, size)",
-        )
-    return ready
-
-
-def check_convolution(
-    pool: StatePool, lead: Mapping[str, int], x: torch.Tensor | None
-) -> torch.Tensor:
-    """Pre-convolution rows, and a spec that has a convolution."""
-    if not pool.spec.conv_width:
-        raise InputError(
-            "conv: got a spec with conv_width=0; allowed conv_width >= 2; make the spec with the "
-            "layer's kernel size"
-        )
-    shape, dims = (*lead.values(), pool.spec.conv_channels), (*lead, "channels")
-    return check_tensor("x", x, shape=shape, dims=dims, dtypes=(pool.dtype,), device=pool.device)
-
-
-def layer_output(
-    pool: StatePool, lead: Mapping[str, int], out: torch.Tensor | None, dims: Sequence[str]
-) -> torch.Tensor:
-    """The caller's `out`, checked, or a new tensor of the pool's dtype; `dims` name spec sizes."""
-    sizes = (pool.spec.conv_channels if d == "channels" else getattr(pool.spec, d) for d in dims)
-    shape = (*lead.values(), *sizes)
-    if out is None:
-        return torch.empty(shape, dtype=pool.dtype, device=pool.device)
-    dtypes = dict.fromkeys((pool.dtype, torch.float32))
-    return check_tensor(
-        "out", out, shape=shape, dims=(*lead, *dims), dtypes=tuple(dtypes), device=pool.device,
-        written=True,
-    )  # fmt: skip
-
-
-def _check_example(
-    pool: StatePool, example: Mapping[str, torch.Tensor | None]
-) -> dict[str, torch.Tensor]:
-    """The tensors of one readout, of any batch and window."""
-    inputs = {name: value for name, value in example.items() if name != "out"}
-    lead = _lead(inputs)
-    ready = check_inputs(pool, lead, inputs, "give every input the same batch and window")
-    if (out := example.get("out")) is not None:
-        ready["out"] = layer_output(pool, lead, out, pool.spec.output_dims)
-    return ready
-
-
-def _check_rows(
-    pool: StatePool, example: Mapping[str, torch.Tensor | None]
-) -> dict[str, torch.Tensor]:
-    """The tensors of one convolution, of any batch and window."""
-    if unknown := set(example) - {"x", "out"}:
-        raise InputError(
-            f"conv: got {', '.join(sorted(unknown))}; allowed x and out; pass what conv gets"
-        )
-    lead, x = _lead(example), example.get("x")
-    ready = {"x": check_convolution(pool, lead, x)}
-    if (out := example.get("out")) is not None:
-        ready["out"] = layer_output(pool, lead, out, ("channels",))
-    return ready
-
-
-def _lead(tensors: Mapping[str, Any]) -> dict[str, int]:
-    """Batch and window of the first of `tensors`."""
-    shapes = [t.shape for t in tensors.values() if isinstance(t, torch.Tensor) and t.dim() >= 2]
-    batch, window = shapes[0][:2] if shapes else (1, 1)
-    return {"batch": batch, "window": window}
 
 
 def _require_folded(pool: StatePool, plan: Plan, action: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from . import ops
+from . import operands
 from .backends import PrefillBackend, select_prefill
 from .errors import PlanError
 from .planner.prefill import PrefillPlan, PrefillPlanner
@@ -69,8 +69,8 @@ class ReplayPrefillWrapper:
         """The layer's causal convolution over packed rows ``[tokens, channels]``."""
         plan, index = self._current("conv"), self.pool.index(layer)
         lead = {"tokens": plan.tokens}
-        ops.check_convolution(self.pool, lead, x)
-        out = ops.layer_output(self.pool, lead, out, ("channels",))
+        operands.check_convolution(self.pool, lead, x)
+        out = operands.layer_output(self.pool, lead, out, ("channels",))
         self.backend.prefill_conv(self.pool, plan, index, x, out)
         plan.layers_convolved.add(layer)
         return out
@@ -89,10 +89,10 @@ class ReplayPrefillWrapper:
         """
         plan, index = self._current("run"), self.pool.index(layer)
         lead = {"tokens": plan.tokens}
-        ready = ops.check_inputs(
+        ready = operands.check_inputs(
             self.pool, lead, inputs, "pack the tokens of all sequences as cu_seqlens says"
         )
-        out = ops.layer_output(self.pool, lead, out, self.pool.spec.output_dims)
+        out = operands.layer_output(self.pool, lead, out, self.pool.spec.output_dims)
         self.backend.prefill(self.pool, plan, index, ready, out)
         plan.layers_run.add(layer)
         return out

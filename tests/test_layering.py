@@ -31,6 +31,7 @@ CORE = (
     {"pools"},
     {"planner"},
     {"backends"},
+    {"operands"},
     {"ops", "tensors"},
     {"wrapper", "prefill"},
     {"speculation"},

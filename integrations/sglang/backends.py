@@ -18,7 +18,7 @@ import torch
 
 from replayinfer import UnsupportedError
 
-from . import speculation
+from . import convolution, speculation
 from .layers import Family, read_layers
 from .options import Options
 from .slots import SlotReplay, row_bytes_per_slot
@@ -111,6 +111,8 @@ def wrap_attention_backend(original: Callable[..., Any], runner: Any, full: Any)
             f"model: got {type(linear).__name__} for its recurrent layers; allowed {name}, which "
             "is what SGLang makes for GDN, KDA and Mamba-2; serve with another decode backend"
         )
+    if family == "gdn":
+        convolution.hook_projections()
     if linear.replay.window > 1:
         made.update_mamba_state_after_mtp_verify = functools.partial(speculation.accept, made)
     return made
@@ -163,8 +165,9 @@ def _make_replay(backend: Any, runner: Any, family: Family) -> SlotReplay:
             "[layers, slots, ...]; serve with another decode backend"
         )
     replay = SlotReplay(
-        layers, order, states, runner.dtype, Options.read(), window=speculation.window()
-    )
+        layers, order, states, runner.dtype, Options.read(), window=speculation.window(),
+        windows=pool.mamba_cache.conv[0].dtype,
+    )  # fmt: skip
     if replay.nbytes > _charged * states.shape[1]:
         raise UnsupportedError(
             f"memory: got {replay.nbytes} bytes of rows and cursors for {states.shape[1]} slots; "
@@ -363,7 +366,27 @@ def _delta(theirs: Any, family: Family) -> type[Any]:
 
 
 def _gdn(theirs: Any) -> type[Any]:
-    return _delta(theirs, "gdn")
+    delta: Any = _delta(theirs, "gdn")
+
+    class ReplayGDN(delta):
+        def forward_decode(
+            self, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any, b: Any, **kwargs: Any
+        ) -> Any:
+            """Theirs, or with the convolution in the kernel before our readout."""
+            cache = self.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+            slots = self.forward_metadata.mamba_cache_indices
+            out = convolution.decode(self.replay, layer, mixed_qkv, a, b, cache.conv[0], slots)
+            if out is None:
+                return super().forward_decode(
+                    layer, forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs
+                )
+            self._track_mamba_state_decode(
+                forward_batch, cache.conv[0], cache.temporal, slots, layer.layer_id
+            )
+            return out
+
+    ReplayGDN.__name__ = ReplayGDN.__qualname__ = delta.__name__
+    return ReplayGDN
 
 
 def _kda(theirs: Any) -> type[Any]:

@@ -79,6 +79,8 @@ class SlotReplay:
     options : Options
     window : int
         Tokens of a sequence in a verify step: 1 + drafts. 1 where the server does not speculate.
+    windows : torch.dtype, optional
+        Of SGLang's convolution windows; None: whoever they belong to convolves.
     backend : str
         As in `ReplayDecodeWrapper`.
 
@@ -101,12 +103,14 @@ class SlotReplay:
         options: Options,
         *,
         window: int = 1,
+        windows: torch.dtype | None = None,
         backend: str = "auto",
     ) -> None:
         slots = int(states.shape[1])
         self.layers = layers
         self.options = options
         self.window = window
+        self.windows = windows
         self.pool = StatePool(
             layers.spec, order, slots, max_window=window,
             capacity=options.capacity, page_rows=_page_rows(options.capacity),
@@ -182,13 +186,25 @@ class SlotReplay:
         self, layer: int, *, out: torch.Tensor | None = None, **inputs: torch.Tensor
     ) -> torch.Tensor:
         """One layer's outputs ``[batch, window, heads, dim]``; see `ops.readout`."""
-        if self._plan is None:
-            raise PlanError(
-                f"decode: got layer {layer} in a step that was not planned; allowed after the "
-                "attention metadata of a decode batch was made; serve with another decode backend"
-            )
         return replayinfer.ops.readout(
-            self.pool, self._plan, layer, out=out, backend=self.backend, **inputs
+            self.pool, self._planned(layer), layer, out=out, backend=self.backend, **inputs
+        )
+
+    def convolves(self, x: Any) -> bool:
+        """Whether `x` ``[batch, ...]`` is of a decode step that `convolved_readout` serves."""
+        plan = self._plan
+        if plan is None or plan.window > 1 or not isinstance(x, torch.Tensor):
+            return False
+        if x.shape[0] != plan.bucket or not x.dtype == self.pool.dtype == self.windows:
+            return False
+        return replayinfer.ops.convolves(self.pool, plan.bucket, backend=self.backend)
+
+    def convolved_readout(
+        self, layer: int, conv: replayinfer.ops.ShiftedConvolution, **gates: torch.Tensor
+    ) -> torch.Tensor:
+        """One layer's outputs ``[batch, 1, heads, dim]``; see `ops.convolved_readout`."""
+        return replayinfer.ops.convolved_readout(
+            self.pool, self._planned(layer), layer, conv, backend=self.backend, **gates
         )
 
     def finish(self) -> None:
@@ -355,6 +371,14 @@ class SlotReplay:
         return counts
 
     # Inside -----------------------------------------------------------------------------------
+
+    def _planned(self, layer: int) -> Plan:
+        if self._plan is None:
+            raise PlanError(
+                f"decode: got layer {layer} in a step that was not planned; allowed after the "
+                "attention metadata of a decode batch was made; serve with another decode backend"
+            )
+        return self._plan
 
     def _fold(self, slots: torch.Tensor, chosen: torch.Tensor, bucket: int, cause: int) -> None:
         plan = self._forcing.plan(slots, 0, bucket=bucket, force_fold=chosen)

@@ -10,9 +10,14 @@ layer does that, ``q`` scaled too. The readout takes ``q`` and ``k`` as given, s
 heads, 2, rows]`` (q, k; live rows only) and ``scale [batch, heads, 4]`` (read_q, read_k, beta,
 own), and the token's ``k``, ``g`` and, where kept, ``beta`` row. A program is one key head of one
 sequence.
+
+It can make ``q``, ``k`` and ``v`` itself, by the convolution of its head's channels: the traffic of
+the convolution's windows then overlaps with what the readout loads before it waits.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -23,9 +28,50 @@ from ..common.gates import decay, log_decay, write_strength
 from ..common.pdl import launch_dependents, wait_for_previous
 from ..common.rows import row_offset
 from ..common.split import load_pairs
+from ..conv.shift import ShiftedWindows, convolve_shifted, load_shifted
 from ..launch.config import LaunchConfig
 
 __all__ = ["prepass"]
+
+
+@triton.jit
+def _convolve(
+    y_ptr, x_ptr, conv_ptr, weight_ptr, bias_ptr, key_head,
+    KEY_HEADS: tl.constexpr, STATE: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,
+    CONV: tl.constexpr, PACKED: tl.constexpr, SILU: tl.constexpr, X_H: tl.constexpr,
+):  # fmt: skip
+    """A key head's channels of the line ``q | k | v``; VALUES of ``v``, in blocks of pairs.
+
+    X_H is the stride of key heads whose channels lie together in `x`; 0: `x` is a line as well.
+    """
+    BLOCKS: tl.constexpr = 2 + (VALUES // 2 + BLOCK - 1) // BLOCK
+    loaded, pairs, masks = (), (), ()
+    for s in tl.static_range(BLOCKS):
+        n = tl.arange(0, BLOCK)
+        if s < 2:
+            start = (s * KEY_HEADS + key_head) * (STATE // 2)
+            before = s * STATE
+            mask = n < STATE // 2
+        else:
+            n += (s - 2) * BLOCK
+            start = KEY_HEADS * STATE + key_head * (VALUES // 2)
+            before = 2 * STATE
+            mask = n < VALUES // 2
+        x_from = x_ptr
+        if X_H > 0:
+            x_from += key_head * X_H + before - 2 * start
+        pairs += (start + n,)
+        masks += (mask,)
+        loaded += (
+            load_shifted(
+                x_from, conv_ptr, weight_ptr, bias_ptr, pairs[s], masks[s], CONV, PACKED
+            ),
+        )  # fmt: skip
+    for s in tl.static_range(BLOCKS):
+        convolve_shifted(
+            y_ptr, conv_ptr, loaded[s][0], loaded[s][1], loaded[s][2], pairs[s], masks[s],
+            CONV, PACKED, SILU,
+        )  # fmt: skip
 
 
 @triton.jit(
@@ -33,17 +79,20 @@ __all__ = ["prepass"]
     do_not_specialize=[
         "stride_gate_b", "stride_beta_b", "stride_row_scale_page", "stride_row_scale_row",
         "stride_row_g_page", "stride_row_g_row", "stride_row_beta_page", "stride_row_beta_row",
-        "stride_table_b", "pages",
+        "stride_table_b", "pages", "stride_x_b", "stride_conv_slot", "stride_z_b",
     ],
     do_not_specialize_on_alignment=[
-        "scale_ptr", "gate_ptr", "beta_ptr", "a_log_ptr", "dt_bias_ptr",
-        "row_scale_ptr", "row_g_ptr", "row_beta_ptr", "history_ptr", "window_ptr", "table_ptr",
+        "conv_bias_ptr", "slot_ptr", "scale_ptr", "gate_ptr", "beta_ptr", "a_log_ptr",
+        "dt_bias_ptr", "row_scale_ptr", "row_g_ptr", "row_beta_ptr", "history_ptr", "window_ptr",
+        "table_ptr",
     ],
 )  # fmt: skip
 def _prepass_kernel(
     weight_ptr, scale_ptr, q_ptr, k_ptr, gate_ptr, beta_ptr, a_log_ptr, dt_bias_ptr,
     row_k_ptr, row_scale_ptr, row_g_ptr, row_beta_ptr,
     history_ptr, window_ptr, table_ptr,
+    x_ptr, conv_ptr, conv_weight_ptr, conv_bias_ptr, slot_ptr, z_ptr, z_out_ptr,
+    stride_x_b, stride_conv_slot, stride_z_b,
     stride_q_b, stride_q_h, stride_k_b, stride_k_h, stride_gate_b, stride_beta_b,
     stride_row_k_page, stride_row_k_row, stride_row_k_h,
     stride_row_scale_page, stride_row_scale_row,
@@ -52,7 +101,9 @@ def _prepass_kernel(
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, STATE: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, SIDE: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    GATE: tl.constexpr, BETA: tl.constexpr, PDL: tl.constexpr,
+    GATE: tl.constexpr, BETA: tl.constexpr, PDL: tl.constexpr, GATE_H: tl.constexpr,
+    BETA_H: tl.constexpr, CONV: tl.constexpr, DIM: tl.constexpr, PACKED: tl.constexpr,
+    SILU: tl.constexpr, X_H: tl.constexpr, Z_H: tl.constexpr, BLOCK_Z: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # all of the grid on axis 0
     key_head = pid % KEY_HEADS
@@ -69,6 +120,25 @@ def _prepass_kernel(
         launch_dependents()  # only now: the readout reads those before it waits for this kernel
 
     tokens = tl.load(window_ptr + b)
+    if Z_H > 0:  # pads too
+        n = tl.arange(0, BLOCK_Z)
+        z_out_ptr += (b * KEY_HEADS + key_head) * (RATIO * DIM) + n
+        z_ptr += b * stride_z_b + key_head * Z_H + n
+        z = tl.load(z_ptr, mask=n < RATIO * DIM, other=0.0)
+    if CONV > 0:  # its width; 0: q and k are given
+        if tokens == 0:  # a pad has no window either
+            if Z_H > 0:
+                tl.store(z_out_ptr, z, mask=n < RATIO * DIM)
+            return
+        slot = tl.load(slot_ptr + b).to(tl.int64)
+        _convolve(
+            q_ptr + b * stride_q_b, x_ptr + b * stride_x_b, conv_ptr + slot * stride_conv_slot,
+            conv_weight_ptr, conv_bias_ptr, key_head,
+            KEY_HEADS, STATE, RATIO * DIM, BLOCK_K // 2, CONV, PACKED, SILU, X_H,
+        )  # fmt: skip
+        if Z_H > 0:
+            tl.store(z_out_ptr, z, mask=n < RATIO * DIM)
+        tl.debug_barrier()  # other threads of this program made what the next ones read
     history = tl.load(history_ptr + b)
     table_ptr += b * stride_table_b
     at_k = row_offset(table_ptr, j, pages, stride_row_k_page, stride_row_k_row, PAGE_ROWS)
@@ -89,8 +159,11 @@ def _prepass_kernel(
         even, odd = load_pairs(k_ptr, at, at < STATE // 2, False)
         k += (even.reshape(1, SIDE, BLOCK_N),)
         k_odd += (odd.reshape(1, SIDE, BLOCK_N),)
-    gate = tl.load(gate_ptr + b * stride_gate_b + h, mask=in_h, other=0.0).to(tl.float32)
-    beta = tl.load(beta_ptr + b * stride_beta_b + h, mask=in_h, other=0.0).to(tl.float32)
+    r = tl.arange(0, BLOCK_H)
+    gate_ptr += b * stride_gate_b + key_head * GATE_H
+    beta_ptr += b * stride_beta_b + key_head * BETA_H
+    gate = tl.load(gate_ptr + r, mask=in_h, other=0.0).to(tl.float32)
+    beta = tl.load(beta_ptr + r, mask=in_h, other=0.0).to(tl.float32)
     first_page = tl.load(table_ptr).to(tl.int64)
     if tokens == 0:  # pad or empty window: the readout writes its zeros
         return
@@ -191,14 +264,21 @@ def prepass(
     norm_eps: float,
     pdl: bool,
     config: LaunchConfig,
+    conv: ShiftedWindows | None = None,
+    dim: int = 0,
 ) -> None:
     """Launch over ``[batch, ...]`` inputs of one token and one layer; see the module.
 
     `a_log` and `dt_bias` are None where the gate is given, `row_scale` where the layer does not
-    normalise, `row_beta` where no fold needs it.
+    normalise, `row_beta` where no fold needs it. With `conv`, whose channels are ``q | k | v`` and
+    `dim` those of a value head, they are written: `q` and `k` are the head of one line. Gates are
+    ``[batch, heads]``, or ``[batch, key_heads, ratio]``.
     """
     batch, key_heads, state = k.shape
-    ratio = gate.shape[1] // key_heads
+    windows: Any = conv or (*[None] * 5, False, None, None)
+    x, states, slot, conv_weight, conv_bias, silu, z, z_out = windows
+    ratio = gate.shape[2] if gate.dim() == 3 else gate.shape[1] // key_heads
+    gate_h, beta_h = (t.stride(1) if t.dim() == 3 else ratio for t in (gate, beta))
     rows = weight.shape[3]
     norms = row_g if row_scale is None else row_scale
     betas = row_g if row_beta is None else row_beta
@@ -207,6 +287,8 @@ def prepass(
         weight, scale, q, k, gate, beta, a_log, dt_bias,
         row_k, row_scale, row_g, row_beta,
         history, window, table,
+        x, states, conv_weight, conv_bias, slot, z, z_out,
+        *(0 if t is None else t.stride(0) for t in (x, states, z)),
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), gate.stride(0), beta.stride(0),
         row_k.stride(0), row_k.stride(1), row_k.stride(2),
         norms.stride(0), norms.stride(1),
@@ -219,6 +301,10 @@ def prepass(
         # Each warp reads 512 bytes at a time.
         SIDE=min(rows, 128 * config.num_warps // block_n), CHUNKS=triton.cdiv(state, 2 * block_n),
         BLOCK_N=block_n, BLOCK_J=rows, PAGE_ROWS=row_k.shape[1],
-        GATE=gate_kind, BETA=beta_rule, PDL=pdl,
+        GATE=gate_kind, BETA=beta_rule, PDL=pdl, GATE_H=gate_h, BETA_H=beta_h,
+        CONV=0 if conv_weight is None else conv_weight.shape[1], DIM=dim,
+        PACKED=conv is not None and conv.packed, SILU=silu,
+        X_H=x.stride(1) if x is not None and x.dim() == 3 else 0,
+        Z_H=0 if z is None else z.stride(1), BLOCK_Z=triton.next_power_of_2(max(ratio * dim, 2)),
         num_warps=config.num_warps, maxnreg=config.registers or None, launch_pdl=pdl,
     )  # fmt: skip

@@ -85,7 +85,7 @@ def _readout_kernel(
     HEADS: tl.constexpr, RATIO: tl.constexpr, DIM: tl.constexpr, STATE: tl.constexpr,
     BLOCK_D: tl.constexpr, SIDE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    PAIRS: tl.constexpr, PER_CHANNEL: tl.constexpr, PDL: tl.constexpr,
+    PAIRS: tl.constexpr, PER_CHANNEL: tl.constexpr, CONVOLVED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     BLOCKS: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
     pid = tl.program_id(0)  # all of the grid on axis 0
@@ -129,7 +129,8 @@ def _readout_kernel(
     source = h if PER_CHANNEL else h // RATIO
     q_ptr += b * stride_q_b + source * stride_q_h
     k_ptr += b * stride_k_b + source * stride_k_h
-    if not PER_CHANNEL:
+    v_ptr += b * stride_v_b + h * stride_v_h + d
+    if not PER_CHANNEL and not CONVOLVED:
         q, q_odd = _load_channels(q_ptr, STATE, CHUNKS, SIDE, BLOCK_N, PAIRS, False)
         k, k_odd = _load_channels(k_ptr, STATE, CHUNKS, SIDE, BLOCK_N, PAIRS, False)
     live = j < history
@@ -138,7 +139,8 @@ def _readout_kernel(
         row_u_ptr + at_rows[:, None] + d[None, :], mask=live[:, None] & in_d[None, :], other=0.0,
         eviction_policy="evict_first",
     )  # fmt: skip
-    v = tl.load(v_ptr + b * stride_v_b + h * stride_v_h + d, mask=in_d, other=0.0)
+    if not CONVOLVED:
+        v = tl.load(v_ptr, mask=in_d, other=0.0)
     here = tl.load(table_ptr + history // PAGE_ROWS).to(tl.int64)
     # Either of these keeps the loads above the arithmetic: mixed, too few would be in flight.
     if PDL:
@@ -155,9 +157,11 @@ def _readout_kernel(
     read_k = tl.load(scale_ptr + 1)
     beta = tl.load(scale_ptr + 2)
     own = tl.load(scale_ptr + 3)
-    if PER_CHANNEL:
-        q, q_odd = _load_channels(q_ptr, STATE, CHUNKS, SIDE, BLOCK_N, PAIRS, True)
-        k, k_odd = _load_channels(k_ptr, STATE, CHUNKS, SIDE, BLOCK_N, PAIRS, True)
+    if PER_CHANNEL or CONVOLVED:
+        q, q_odd = _load_channels(q_ptr, STATE, CHUNKS, SIDE, BLOCK_N, PAIRS, PER_CHANNEL)
+        k, k_odd = _load_channels(k_ptr, STATE, CHUNKS, SIDE, BLOCK_N, PAIRS, PER_CHANNEL)
+    if CONVOLVED:
+        v = tl.load(v_ptr, mask=in_d, other=0.0)
 
     # In one running sum for a chunk after the other: the products then cost no additions.
     seen_q = tl.zeros([BLOCK_D // SIDE, SIDE, BLOCK_N], tl.float32)
@@ -208,11 +212,13 @@ def readout(
     per_channel: bool,
     pdl: bool,
     config: LaunchConfig,
+    convolved: bool = False,
 ) -> None:
     """Launch over ``[batch, heads, dim]`` inputs of one token and one layer; see the module.
 
     `q` and `k` are ``[batch, key_heads, state]``, or with `per_channel` the prepass's
-    ``[batch, heads, state]``. A head's ``dim * state`` values are contiguous in `plane`.
+    ``[batch, heads, state]``. A head's ``dim * state`` values are contiguous in `plane`. With
+    `convolved` the prepass made `q`, `k` and `v`.
     """
     batch, heads, dim = v.shape
     state = q.shape[2]
@@ -234,6 +240,6 @@ def readout(
         BLOCK_D=block_d, SIDE=min(block_d, 128 * config.num_warps // block_n),
         CHUNKS=triton.cdiv(width, block_n), BLOCK_N=block_n,
         BLOCK_J=weight.shape[3], PAGE_ROWS=row_u.shape[1],
-        PAIRS=pairs, PER_CHANNEL=per_channel, PDL=pdl,
+        PAIRS=pairs, PER_CHANNEL=per_channel, CONVOLVED=convolved, PDL=pdl,
         num_warps=config.num_warps, maxnreg=config.registers or None, launch_pdl=pdl,
     )  # fmt: skip

@@ -37,7 +37,7 @@ def lookup(op: str, spec: Any, fmt: str, batch: int, device: torch.device) -> La
     Parameters
     ----------
     op : {"fused", "prepass", "readout", "fold", "fold32", "fold64", "conv", "direct", \
-            "verify", "verify64", "verify_prepass", "compact"}
+            "verify", "verify64", "verify_prepass", "compact", "conv_prepass", "conv_readout"}
     spec : LayerSpec
         A layer, or its shard: the table has both where both were measured.
     fmt : str
@@ -92,7 +92,9 @@ def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
       operands leave one warp too few registers;
     - verify of a delta rule (not measured): 16 KB of state to a warp where there is enough work and
       the operands leave the registers, else half;
-    - compact (not measured): 8 KB of a row.
+    - compact (not measured): 8 KB of a row;
+    - conv_prepass and conv_readout: two warps for the channels of a key head, and 8 KB of state to
+      a warp, since operands that arrive late leave registers for no more.
     """
     if op in ("verify", "verify64", "verify_prepass") and spec.family != "mamba2":
         return _delta_verify(op, spec, fmt, batch)
@@ -108,6 +110,8 @@ def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
         return LaunchConfig(num_warps=4, rows=1024)
     if op == "conv":
         return LaunchConfig(num_warps=4, rows=256)
+    if op == "conv_prepass":
+        return LaunchConfig(num_warps=4 if batch * spec.heads <= 256 else 2)
     if op == "prepass" and spec.family != "mamba2":
         if batch * spec.heads <= 256:
             return LaunchConfig(num_warps=4, rows=16)
@@ -129,7 +133,7 @@ def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
         return LaunchConfig(
             num_warps=1, rows=16, columns=128, heads=4, programs_per_sm=12, registers=168
         )
-    many = batch * spec.heads > 4096
+    many = batch * spec.heads > 4096 and op != "conv_readout"
     warps = 1
     rows = (16384 if many or fmt == "fp32" else 8192) // (spec.state * (4 if fmt == "fp32" else 2))
     if op == "direct":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +14,42 @@ from ..planner import Plan
 from ..planner.prefill import PrefillPlan
 from ..pools import StatePool
 
-__all__ = ["Backend", "PrefillBackend"]
+__all__ = ["Backend", "PrefillBackend", "ShiftedConvolution"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShiftedConvolution:
+    """A layer's causal convolution of one token, over windows that an engine keeps and shifts.
+
+    ``y = activation(bias + sum_i weight_i s_i + weight_{width - 1} x)``, and ``x`` becomes the
+    newest input of the window ``s``.
+
+    Attributes
+    ----------
+    x : Tensor, [bucket, channels] or [bucket, key_heads, 2 * state + ratio * dim]
+        Pre-convolution activations of the pool's dtype; for GDN ``q | k | v``, or those of each key
+        head together with those of its ``ratio`` value heads, as Qwen3-Next projects them.
+    states : Tensor, [slots, channels, width - 1]
+        The last inputs of each channel of ``q | k | v``, oldest first, of the pool's dtype; those
+        of a slot contiguous. Written in place.
+    slots : int32 or int64 Tensor, [bucket]
+        Each row's. Those of pads and of empty windows are not looked at; the others are distinct.
+    weight, bias : Tensor, [channels, width] and [channels]
+        In the pool's dtype or float32.
+    activation : {"silu", None}
+    z, z_out : Tensor, [bucket, key_heads, ratio * dim] and [bucket, heads, dim], optional
+        Part of a projection that is copied on the way, pads too: what gates the output comes out of
+        it in pieces, and the norm behind the readout wants it in one.
+    """
+
+    x: torch.Tensor
+    states: torch.Tensor
+    slots: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    activation: Literal["silu"] | None = "silu"
+    z: torch.Tensor | None = None
+    z_out: torch.Tensor | None = None
 
 
 class Backend(Protocol):
@@ -44,6 +80,20 @@ class Backend(Protocol):
         out: torch.Tensor,
     ) -> None:
         """Append the window's rows and write its outputs; checkpoints are only read."""
+
+    def convolves(self, pool: StatePool, bucket: int) -> str | None:
+        """None if `convolved_readout` works in steps of a `bucket`, else the reason why not."""
+
+    def convolved_readout(
+        self,
+        pool: StatePool,
+        plan: Plan,
+        layer: int,
+        conv: ShiftedConvolution,
+        gates: Mapping[str, torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        """`readout` of one token, after the convolution of what is not a gate."""
 
     def direct(
         self,
@@ -89,13 +139,15 @@ class Backend(Protocol):
         *,
         inputs: Sequence[Mapping[str, torch.Tensor]] | None,
         conv: Sequence[Mapping[str, torch.Tensor]] | None,
+        convolved: Sequence[tuple[ShiftedConvolution, Mapping[str, torch.Tensor]]] = (),
     ) -> None:
         """Compile and load what steps like `plan` can launch; the pool stays as it is.
 
         `plan` has no sequences: all of its rows are pads. `inputs` are examples of what a readout
         gets, with ``out`` where the caller gives one, and `conv` of a convolution (``x``, ``out``);
         their dtypes, strides and alignment count. None: contiguous tensors, in every dtype. An
-        empty list: no such call.
+        empty list: no such call. `convolved` are examples of convolved readouts, with their gates
+        and ``out``, for a plan that they can have.
         """
 
 

@@ -60,7 +60,7 @@ class DeltaCase:
     rows: int = 0  # of a block; 0: as the rule has it
 
     def __str__(self) -> str:
-        base = DeltaCase()
+        base = type(self)()
         changed = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
@@ -84,9 +84,10 @@ def launching(case: DeltaCase):
     from replayinfer.kernels.launch import lookup as launch
 
     shape = launch.LaunchConfig(num_warps=case.warps, rows=case.rows)
-    choices = {"fused": shape if case.fused else None, "prepass": shape, "readout": shape}
+    pair = dict.fromkeys(("prepass", "readout", "conv_prepass", "conv_readout"), shape)
+    choices = {"fused": shape if case.fused else None, **pair}
     if not case.rows:
-        del choices["prepass"], choices["readout"]
+        choices = {"fused": choices["fused"]}
     with launch.forced(**choices):
         yield
 

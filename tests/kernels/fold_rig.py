@@ -205,20 +205,22 @@ class FoldRig:
             for i in range(len(case.rows)):
                 exact = self.recurrence(layer, i, start[i], torch.float64)
                 plain = self.recurrence(layer, i, start[i], torch.float32)
+                # The torch backend adds in yet another order: it is held to the worst head.
+                worst = max(relative_error(plain[h], exact[h]) for h in range(case.heads))
                 for h in range(case.heads):
-                    self.compare(got[i, h], exact[h], plain[h], theirs[layer][i, h].cpu())
+                    self.compare(got[i, h], exact[h], plain[h], theirs[layer][i, h].cpu(), worst)
         keep = torch.ones(before.shape[1], dtype=torch.bool, device=self.device)
         keep[targets] = False
         assert torch.equal(bits(ckpt.storage)[:, keep], bits(before)[:, keep]), "another page"
         for name, field in pool.inputs.fields.items():
             assert torch.equal(bits(field), bits(held[name])), f"rows of {name}"
 
-    def compare(self, got, exact, plain, theirs) -> None:
+    def compare(self, got, exact, plain, theirs, worst) -> None:
         # A plain computation of few rows may be right to the last bit by chance.
         error, own = relative_error(got, exact), max(relative_error(plain, exact), EPSILON)
         rounding = ROUNDING.get(self.case.format, 0.0)
         assert error <= rounding + 3 * own, f"{error}, plain fp32 {own}"
-        assert relative_error(got, theirs) <= rounding + 4 * own, "torch backend"
+        assert relative_error(got, theirs) <= rounding + 4 * max(own, worst), "torch backend"
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

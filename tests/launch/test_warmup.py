@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from replayinfer import InputError, Mamba2Spec, PlanError, ops
+from replayinfer import GDNSpec, InputError, Mamba2Spec, PlanError, ops
 from replayinfer.backends.triton.variants import variants
 from replayinfer.kernels.launch.config import LaunchConfig
 from replayinfer.kernels.launch.lookup import forced
@@ -121,6 +122,77 @@ def test_an_example_of_a_convolution(monkeypatch):
         assert set(launches) <= warm, difference(warm, set(launches))
         wrapper.conv(0, projected(5).contiguous())
         assert not set(launches) <= warm, "the example makes no difference"
+
+
+def convolved_call(wrapper, bucket, gap, *, slots=torch.int64):
+    """A convolution of `bucket` rows that lie `gap` elements apart, and its gates."""
+    channels, dtype = wrapper.pool.spec.conv_channels, wrapper.pool.dtype
+    conv = ops.ShiftedConvolution(
+        x=torch.zeros(bucket, channels + gap, dtype=dtype)[:, gap:],
+        states=torch.full((4, channels, 3), float("nan"), dtype=dtype),
+        slots=torch.zeros(bucket, dtype=slots),
+        weight=torch.zeros(channels, 4, dtype=dtype),
+    )
+    heads = wrapper.pool.spec.heads
+    projected = torch.zeros(bucket, 2 * heads + 1, dtype=dtype)[:, None]
+    return conv, {"a": projected[..., 1 : heads + 1], "b": projected[..., heads + 1 :]}
+
+
+@pytest.mark.parametrize("gap", [0, 4, 7])
+def test_an_example_of_a_convolved_readout(gap, monkeypatch):
+    wrapper = make(SHAPES["gdn"])
+    pool, planner = wrapper.pool, wrapper.planner
+    example = convolved_call(wrapper, 3, gap)
+    seqs = pool.alloc(2)
+
+    def step(bucket, conv, gates):
+        plan = planner.plan(seqs[:bucket], bucket=bucket)
+        ops.fold(planner, plan, backend="triton")
+        for layer in pool.layers:
+            ops.convolved_readout(pool, plan, layer, conv, backend="triton", **gates)
+        planner.commit(plan)
+
+    with recording(monkeypatch) as launches, forced(fused=None):
+        for bucket in (1, 2, 5):
+            ops.warmup(planner, bucket, inputs=[], convolved=[example], backend="triton")
+        warm = set(launches)
+        launches.clear()
+        for bucket in (5, 1, 2, 1):
+            step(bucket, *convolved_call(wrapper, bucket, gap))
+        names = {launch.kernel for launch in launches}
+        assert names == {"_fold_kernel", "_prepass_kernel", "_readout_kernel"}
+        assert set(launches) <= warm, difference(warm, set(launches))
+        step(2, *convolved_call(wrapper, 2, gap, slots=torch.int32))
+        step(2, *convolved_call(wrapper, 2, 4 if gap != 4 else 7))
+        new = difference(warm, set(launches))
+        assert "slot_ptr" in new
+        assert "x_ptr" in new or "PACKED" in new
+
+
+def test_no_window_moves_in_a_warmup():
+    spec = GDNSpec(heads=2, dim=4, state=8, key_heads=1)
+    wrapper = make(spec, max_window=2)
+    call = convolved_call(wrapper, 2, 4)
+    conv, gates = call
+    conv.states[1:].fill_(1.0)
+    before = conv.states.clone()
+
+    def warm(fused=None, call=call, **options):
+        planner = wrapper.planner
+        with forced(fused=fused) as asked:
+            ops.warmup(planner, 2, inputs=[], convolved=[call], backend="triton", **options)
+        return "conv_prepass" in asked
+
+    assert warm()
+    assert_bitwise_equal(conv.states, before)
+    assert not warm(FUSED["fused"]), "no such step"
+    assert not warm(window=2), "no such step"
+    assert not warm(direct=True), "no such step"
+    wrong = dataclasses.replace(conv, states=conv.states[:, 2:])
+    with pytest.raises(InputError, match="states: got"):
+        warm(call=(wrong, gates))
+    with pytest.raises(InputError, match="b: got NoneType"):
+        warm(call=(conv, {"a": gates["a"]}))
 
 
 def test_what_was_not_warmed_is_new(monkeypatch, numpy_rng):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
@@ -13,8 +14,10 @@ from numpy.typing import NDArray
 from ...planner import Plan
 from ...planner.prefill import PrefillPlan
 from ...pools import StatePool
+from ..base import ShiftedConvolution
+from ..convolved import join_heads, split_line, why_not_convolved
 from . import delta, mamba2
-from .conv import conv_update
+from .conv import conv_update, shift_update
 from .planner import abort_step, accept_paths, commit_step, fold_step, plan_step
 from .prefill import prefill_conv_one, prefill_one
 from .rows import Window, compact_rows
@@ -80,6 +83,25 @@ class TorchBackend:
         )  # fmt: skip
         window.put(out, y)
 
+    def convolves(self, pool: StatePool, bucket: int) -> str | None:
+        return why_not_convolved(pool)
+
+    def convolved_readout(
+        self,
+        pool: StatePool,
+        plan: Plan,
+        layer: int,
+        conv: ShiftedConvolution,
+        gates: Mapping[str, torch.Tensor],
+        out: torch.Tensor,
+    ) -> None:
+        conv = dataclasses.replace(conv, x=join_heads(pool, conv.x))
+        line = shift_update(conv, plan.arrays.window[: plan.bucket])
+        if conv.z is not None and conv.z_out is not None:
+            conv.z_out.copy_(conv.z.reshape(conv.z_out.shape))
+        gates = {name: gate.reshape(plan.bucket, 1, -1) for name, gate in gates.items()}
+        self.readout(pool, plan, layer, {**split_line(pool, line), **gates}, out)
+
     def direct(
         self,
         pool: StatePool,
@@ -135,6 +157,7 @@ class TorchBackend:
         *,
         inputs: Sequence[Mapping[str, torch.Tensor]] | None,
         conv: Sequence[Mapping[str, torch.Tensor]] | None,
+        convolved: Sequence[tuple[ShiftedConvolution, Mapping[str, torch.Tensor]]] = (),
     ) -> None:
         """Nothing to compile."""
 

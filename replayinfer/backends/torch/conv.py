@@ -6,10 +6,11 @@ import torch
 
 from ...planner import Plan
 from ...pools import StatePool
+from ..base import ShiftedConvolution
 from .gates import silu
 from .rows import Window
 
-__all__ = ["conv_update"]
+__all__ = ["conv_update", "shift_update"]
 
 
 def conv_update(
@@ -36,3 +37,18 @@ def conv_update(
     for i in range(taps + 1):
         y = y + weight[:, i] * line[sequence, window.taps[:, :, i]]
     return silu(y) if pool.spec.conv_activation == "silu" else y
+
+
+def shift_update(conv: ShiftedConvolution, window: torch.Tensor) -> torch.Tensor:
+    """Outputs ``[bucket, channels]`` in the type of ``x``; windows move where `window` has a token.
+
+    `window` is int32 ``[bucket]``.
+    """
+    live = window > 0
+    slots = torch.where(live, conv.slots, 0).long()
+    line = torch.cat([conv.states[slots], conv.x[:, :, None]], dim=2)
+    conv.states[slots[live]] = line[live][:, :, 1:]
+    y = (line.float() * conv.weight.float()).sum(2)
+    if conv.bias is not None:
+        y = y + conv.bias.float()
+    return torch.where(live[:, None], silu(y) if conv.activation else y, 0.0).to(conv.x.dtype)

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from ...env import launch_tables
 from ...planner import Plan
 from ...pools import StatePool
+from ..base import ShiftedConvolution
+from ..convolved import why_not_convolved
 from . import delta, mamba2, planner
 from . import direct as direct_step
 from .compact import compact_rows
@@ -97,6 +99,14 @@ class TritonBackend:
         family = _FAMILIES[pool.spec.family]
         (family.verify if plan.window > 1 else family.readout)(pool, plan, layer, inputs, out)
 
+    def convolves(self, pool: StatePool, bucket: int) -> str | None:
+        if (reason := why_not_convolved(pool)) is not None:
+            return reason
+        if config(pool, "fused", bucket) is not None:
+            return f"a bucket of {bucket}, whose step is one kernel; it convolves in larger ones"
+        return None
+
+    convolved_readout = staticmethod(delta.convolved_readout)
     direct = staticmethod(direct_step.direct)
     prefers_direct = staticmethod(direct_step.prefers_direct)
 
@@ -127,8 +137,9 @@ class TritonBackend:
         *,
         inputs: Sequence[Mapping[str, torch.Tensor]] | None,
         conv: Sequence[Mapping[str, torch.Tensor]] | None,
+        convolved: Sequence[tuple[ShiftedConvolution, Mapping[str, torch.Tensor]]] = (),
     ) -> None:
-        warmup(self, pool, plan, inputs, conv)
+        warmup(self, pool, plan, inputs, conv, convolved)
 
     plan_step = staticmethod(planner.plan_step)
     accept_paths = staticmethod(planner.accept_paths)

@@ -10,10 +10,12 @@ import torch
 
 from ...planner import Plan
 from ...pools import StatePool
+from ..base import ShiftedConvolution
+from ..convolved import split_line
 from .delta_fold import fold
 from .workspace import config, has_pdl, require_pairs, scratch
 
-__all__ = ["fold", "readout", "verify"]
+__all__ = ["convolved_readout", "fold", "readout", "verify"]
 
 
 def readout(
@@ -24,6 +26,39 @@ def readout(
     out: torch.Tensor,
 ) -> None:
     """One token of every sequence in one layer: one kernel for small batches, else two."""
+    _readout(pool, plan, layer, inputs, out, None)
+
+
+def convolved_readout(
+    pool: StatePool,
+    plan: Plan,
+    layer: int,
+    conv: ShiftedConvolution,
+    gates: Mapping[str, torch.Tensor],
+    out: torch.Tensor,
+) -> None:
+    """The two kernels, of which the first makes ``q``, ``k`` and ``v`` as well."""
+    from replayinfer.kernels.conv.shift import ShiftedWindows
+
+    channels = conv.weight.shape[0]
+    line = scratch(plan.arrays, "line", plan.bucket, channels, dtype=conv.x.dtype)
+    windows = ShiftedWindows(
+        conv.x, conv.states, conv.slots, conv.weight, conv.bias, conv.activation == "silu",
+        conv.z, conv.z_out,
+    )  # fmt: skip
+    by_head = conv.x.dim() == 3
+    gates = {name: gate[:, None] if by_head else gate for name, gate in gates.items()}
+    _readout(pool, plan, layer, {**split_line(pool, line), **gates}, out, windows)
+
+
+def _readout(
+    pool: StatePool,
+    plan: Plan,
+    layer: int,
+    inputs: Mapping[str, torch.Tensor],
+    out: torch.Tensor,
+    conv: Any,
+) -> None:
     from replayinfer.kernels.delta.channel_prepass import channel_prepass
     from replayinfer.kernels.delta.fused import fused
     from replayinfer.kernels.delta.prepass import prepass
@@ -45,7 +80,7 @@ def readout(
     if per_channel:
         rules["lower_bound"] = spec.lower_bound
 
-    if (whole := config(pool, "fused", plan.bucket)) is not None:
+    if conv is None and (whole := config(pool, "fused", plan.bucket)) is not None:
         fused(
             y, plane, q, k, v, gate, beta, a_log, dt_bias,
             row_k, row_scale, row_g, row_u, row_v, row_beta,
@@ -59,7 +94,7 @@ def readout(
     own = partial(scratch, arrays)
     weight = own("weight", plan.bucket, spec.heads, 2, depth)
     scale = own("scale", plan.bucket, spec.heads, 4)
-    first = config(pool, "prepass", plan.bucket)
+    first = config(pool, "prepass" if conv is None else "conv_prepass", plan.bucket)
     rest = (
         q, k, gate, beta, a_log, dt_bias, row_k, row_scale, row_g, row_beta,
         arrays.history, arrays.window, arrays.table,
@@ -70,12 +105,12 @@ def readout(
         channel_prepass(weight, scale, decayed, *rest, **rules, pairs=pairs, config=first)
         q, k = decayed[:, :, 0], decayed[:, :, 1]
     else:
-        prepass(weight, scale, *rest, **rules, config=first)
+        prepass(weight, scale, *rest, **rules, config=first, conv=conv, dim=spec.dim)
     stream(
         y, plane, weight, scale, q, k, v, row_u, row_v,
         arrays.page, arrays.history, arrays.window, arrays.table,
-        per_channel=per_channel, pdl=has_pdl(pool.device),
-        config=config(pool, "readout", plan.bucket),
+        per_channel=per_channel, convolved=conv is not None, pdl=has_pdl(pool.device),
+        config=config(pool, "readout" if conv is None else "conv_readout", plan.bucket),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ and the layers of later steps, and inputs as their caller lays them out, so thei
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -15,12 +16,13 @@ import torch
 
 from ...planner import Plan
 from ...pools import StatePool
-from ..base import Backend
+from ..base import Backend, ShiftedConvolution
 from .compact import move
 
 __all__ = ["calls", "warmup"]
 
 Tensors = Mapping[str, torch.Tensor]
+Convolved = Sequence[tuple[ShiftedConvolution, Tensors]]
 
 
 def warmup(
@@ -29,9 +31,10 @@ def warmup(
     plan: Plan,
     inputs: Sequence[Tensors] | None,
     conv: Sequence[Tensors] | None,
+    convolved: Convolved = (),
 ) -> None:
     """Call every operation of `backend` that a step like `plan` calls; see `Backend.warmup`."""
-    for _, call in calls(backend, pool, plan, inputs, conv):
+    for _, call in calls(backend, pool, plan, inputs, conv, convolved):
         call()
 
 
@@ -41,6 +44,7 @@ def calls(
     plan: Plan,
     inputs: Sequence[Tensors] | None,
     conv: Sequence[Tensors] | None,
+    convolved: Convolved = (),
 ) -> Iterator[tuple[str, Callable[[], object]]]:
     """The operations of a step like `plan`, by name, in every layer.
 
@@ -48,6 +52,7 @@ def calls(
     """
     steps = list(_steps(pool, plan, inputs))
     convolutions = list(_convolutions(pool, plan, conv))
+    both = list(_convolved(pool, plan, convolved))
     readout = "direct" if plan.direct else "readout"
     no_rows = [-1] * pool.sizes.pages_per_sequence
 
@@ -57,6 +62,9 @@ def calls(
             yield "conv", partial(backend.conv, pool, plan, layer, x, out)
         for tokens, out in steps:
             yield readout, partial(getattr(backend, readout), pool, plan, layer, tokens, out)
+        for windows, gates, out in both:
+            call = partial(backend.convolved_readout, pool, plan, layer, windows, gates, out)
+            yield "readout", call
         yield "materialize", partial(backend.materialize, pool, layer, 0, no_rows, 0)
     if plan.window > 1:
         no_nodes = torch.full((plan.bucket, plan.window), -1, dtype=torch.int32, device=pool.device)
@@ -113,6 +121,30 @@ def _convolutions(
         yield x, _zeros(plan, shape, dtype, pool.device)
 
 
+def _convolved(
+    pool: StatePool, plan: Plan, examples: Convolved
+) -> Iterator[tuple[ShiftedConvolution, dict[str, torch.Tensor], torch.Tensor]]:
+    """Convolution, gates and output of convolved readouts; no row's windows are looked at."""
+    shape = [getattr(pool.spec, d) for d in pool.spec.output_dims]
+    for conv, example in examples:
+        tokens = {name: value for name, value in example.items() if name != "out"}
+        if conv.x.dim() == 3:
+            gates = {name: _of_one_token(value, plan) for name, value in tokens.items()}
+        else:
+            gates = {name: _like(value, plan) for name, value in tokens.items()}
+        x, slots = _of_one_token(conv.x, plan), conv.slots.new_zeros(plan.bucket)
+        z = z_out = None
+        if conv.z is not None and conv.z_out is not None:
+            z = _of_one_token(conv.z, plan)
+            z_out = conv.z_out.new_zeros((plan.bucket, *conv.z_out.shape[1:]))
+        conv = dataclasses.replace(conv, x=x, slots=slots, z=z, z_out=z_out)
+        out = _output(pool, plan, shape, example)
+        yield conv, gates, out
+        if plan.bucket == 1:
+            gates = {name: _viewed(value) for name, value in gates.items()}
+            yield dataclasses.replace(conv, x=_viewed(x)), gates, out
+
+
 def _dtypes(pool: StatePool) -> list[torch.dtype]:
     """Of gates and outputs where no example says which: the pool's and float32."""
     return list(dict.fromkeys((pool.dtype, torch.float32)))
@@ -137,6 +169,11 @@ def _like(example: torch.Tensor, plan: Plan) -> torch.Tensor:
     extent = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
     memory = torch.zeros(offset + extent + 1, dtype=example.dtype, device=example.device)
     return memory.as_strided(sizes, strides, offset)
+
+
+def _of_one_token(example: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """The same for a tensor without an axis for the window."""
+    return _like(example[:, None], plan)[:, 0]
 
 
 def _viewed(one: torch.Tensor) -> torch.Tensor:
