@@ -55,22 +55,36 @@ def _around(by_head: bool) -> Callable[..., Any]:
         if replay is None or not replay.convolves(qkvz):
             return original(qkvz, ba, *sizes)
         _, heads, _, dim = sizes
-        z_out = qkvz.new_empty((qkvz.shape[0], heads, dim))
-        return _Projected(qkvz, ba, z_out, by_head), z_out, ba, ba
+        projected = _project(qkvz, ba, heads, dim, by_head)
+        return projected, projected.z_out, ba, ba
 
     return hand_on
+
+
+def _project(
+    qkvz: torch.Tensor, ba: torch.Tensor, heads: int, dim: int, by_head: bool
+) -> _Projected:
+    return _Projected(qkvz, ba, qkvz.new_empty((qkvz.shape[0], heads, dim)), by_head)
 
 
 def decode(
     replay: SlotReplay, layer: Any, mixed_qkv: Any, a: torch.Tensor, b: torch.Tensor,
     states: torch.Tensor, slots: torch.Tensor,
-) -> torch.Tensor | None:  # fmt: skip
-    """One layer's outputs ``[1, batch, heads, dim]``, or None where SGLang has to convolve."""
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:  # fmt: skip
+    """One layer's outputs ``[1, batch, heads, dim]``, or None where SGLang has to convolve.
+
+    Where the model gives both projections in the place of `mixed_qkv`, as qwen3_5 does for SGLang's
+    own kernel of this kind, the outputs and ``z``.
+    """
     given: dict[str, Any] = {
         "states": states, "slots": slots, "weight": layer.conv_weights, "bias": layer.bias,
         "activation": "silu" if layer.activation in ("silu", "swish") else None,
     }  # fmt: skip
     spec: Any = replay.pool.spec
+    wants_z = type(mixed_qkv) is tuple and replay.convolves(mixed_qkv[0])
+    if wants_z:
+        qkvz, ba = mixed_qkv
+        mixed_qkv = _project(qkvz, ba, spec.heads, spec.dim, by_head=False)
     if isinstance(mixed_qkv, _Projected):
         qkvz, ba, z_out, by_head = mixed_qkv
         ratio = spec.heads // spec.key_heads
@@ -90,4 +104,5 @@ def decode(
     else:
         return None
     conv = replayinfer.ops.ShiftedConvolution(x=x, **given)
-    return replay.convolved_readout(layer.layer_id, conv, a=a, b=b).transpose(0, 1)
+    out = replay.convolved_readout(layer.layer_id, conv, a=a, b=b).transpose(0, 1)
+    return (out, mixed_qkv.z_out) if wants_z else out

@@ -29,7 +29,7 @@ WORDS = ConvolvedCase(
         WORDS,
         WORDS.but(dim=64, state=256, layout="slices", bias=False, warps=4, capacity=3),
         WORDS.but(heads=12, dim=80, state=24, silu=False, format="bf16", capacity=3, warps=2),
-        WORDS.but(layout="odd address", format="bf16", capacity=16, steps=20),
+        WORDS.but(layout="odd address", format="bf16", capacity=16, steps=26),
         WORDS.but(dtype=torch.float32, format="fp32", width=3, layout="slices", capacity=3),
         WORDS.but(projected="by head", warps=2, bias=False),
         WORDS.but(projected="whole", layout="slices", dim=80, heads=12, capacity=3),

@@ -217,6 +217,10 @@ class ConvolvedPair(DeltaPair):
             expected.append(memory)
         return expected
 
+    def state_epsilon(self) -> float:
+        """Keys and values were convolved: where they are a last place apart, so are the states."""
+        return max(super().state_epsilon(), ONE_PLACE[self.case.dtype])
+
     def check_rows(self) -> None:
         """As in `DeltaPair`; keys and values were convolved, so may be a last place apart."""
         (want, _, _), (have, _, _) = self.worlds

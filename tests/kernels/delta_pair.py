@@ -190,11 +190,14 @@ class DeltaPair:
             self.step([int((step + i) % 4 != 3) for i in range(self.case.batch)])
         return self
 
+    def state_epsilon(self) -> float:
+        return STATE_EPSILON[self.case.format]
+
     def check(self) -> None:
         (_, sequences, reference), (_, ours, wrapper) = self.worlds
         for a, b in zip(sequences, ours, strict=True):
             with launching(self.case):
                 error = relative_error(wrapper.materialize(b), reference.materialize(a))
-            assert error <= STATE_EPSILON[self.case.format]
+            assert error <= self.state_epsilon()
         planes = (w[0].checkpoints.plane.isnan() for w in self.worlds)
         assert torch.equal(*planes), "checkpoint pages"

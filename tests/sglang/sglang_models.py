@@ -19,7 +19,7 @@ _COMMON = {
     "eos_token_id": 1,
 }
 
-# Three value heads to a key head: of other ratios SGLang splits by a kernel.
+# Three value heads to a key head: SGLang takes the projections apart by slices.
 QWEN3_NEXT = _COMMON | {
     "architectures": ["Qwen3NextForCausalLM"],
     "model_type": "qwen3_next",
@@ -43,6 +43,15 @@ QWEN3_NEXT = _COMMON | {
         "rope_theta": 10000,
         "rope_type": "default",
     },
+}
+
+# Two: by a function, which may hand them on as they are.
+QWEN3_NEXT_PAIRS = QWEN3_NEXT | {"linear_num_value_heads": 4}
+
+# The projections of all heads together.
+QWEN3_5 = QWEN3_NEXT_PAIRS | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
 }
 
 NEMOTRON_H = _COMMON | {
@@ -85,6 +94,8 @@ def write(folder: Path) -> dict[str, str]:
     paths = {}
     for name, config in (
         ("qwen3_next", QWEN3_NEXT),
+        ("qwen3_next_pairs", QWEN3_NEXT_PAIRS),
+        ("qwen3_5", QWEN3_5),
         ("nemotron_h", NEMOTRON_H),
         ("llama", LLAMA),
     ):

@@ -10,11 +10,16 @@ import pytest
 from . import sglang_runs as runs
 
 BOTH = (None, "replayinfer")
+RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
+# Small batches take one kernel, which does not convolve; the shim prints what the two are given.
+FORCED = {"TEST_TWO_KERNELS": "1"}
+MARK = "two kernels: "
 
 
-def serve(models, model: str, cache: str, **environment: str):
+def serve(models, model: str, cache: str, *, short: bool = False, **environment: str):
     """What both backends answered, and what ours printed."""
-    jobs = [{"model": models[model], "backend": backend, "cache": cache} for backend in BOTH]
+    job = {"model": models[model], "cache": cache, "short": short}
+    jobs = [{**job, "backend": backend} for backend in BOTH]
     processes = [runs.start(job, **environment) for job in jobs]
     (theirs, said), (ours, log) = (runs.result(process) for process in processes)
     assert theirs, said[-3000:]
@@ -77,11 +82,46 @@ def test_tokens_are_those_of_the_built_in_decode(models, model, cache):
     "model", ["nemotron_h", pytest.param("qwen3_next", marks=pytest.mark.slow)]
 )
 def test_retracted_requests_go_on(models, model):
-    retract = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
-    theirs, ours, _ = serve(models, model, "no_buffer", **retract)
+    theirs, ours, _ = serve(models, model, "no_buffer", **RETRACT)
     assert sum(answer["retracted"] for answer in ours["together"]) > 3
     require_prefixes(theirs, ours, 239)
     require_equal(theirs, ours, *GROUPS)
+
+
+def taken(log: str) -> list[str]:
+    """The kinds of convolved readouts that ran, by the shim."""
+    return [line.partition(MARK)[2] for line in log.splitlines() if MARK in line]
+
+
+@pytest.mark.parametrize(
+    ("model", "axes"),
+    [("qwen3_next_pairs", 3), pytest.param("qwen3_5", 2, marks=pytest.mark.slow)],
+)
+def test_projections_go_to_the_kernel_before_the_readout(models, model, axes):
+    theirs, ours, log = serve(models, model, "extra_buffer", short=True, **FORCED)
+    assert taken(log) == [f"x of {axes} axes, with z"]
+    require_equal(theirs, ours, "alone", "again", "together")
+    require_prefixes(theirs, ours, 192)
+    counts = replayed(log)
+    assert counts["folds"] > counts["decode rows"] // 32
+    assert counts["folds for tracking"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cache", "more"),
+    [("extra_buffer", {}), ("no_buffer", RETRACT)],
+    ids=["extra_buffer", "retracted"],
+)
+def test_lines_go_to_the_kernel_before_the_readout(models, cache, more):
+    theirs, ours, log = serve(models, "qwen3_next", cache, **FORCED, **more)
+    assert taken(log) == ["x of 2 axes, without z"]
+    require_prefixes(theirs, ours, 239 if cache == "no_buffer" else 192)
+    require_equal(theirs, ours, *GROUPS)
+    if more:
+        assert sum(answer["retracted"] for answer in ours["together"]) > 3
+    else:
+        assert replayed(log)["folds for tracking"] > 0
 
 
 @pytest.mark.slow

@@ -79,13 +79,13 @@ class Server:
         self.spec, self.rng = SPECS[name], rng
         backend = options.pop("backend", "torch")
         dtype = options.pop("dtype", torch.float32)
-        window = options.pop("window", 1)
+        window, windows = options.pop("window", 1), options.pop("windows", None)
         self.states = torch.full((len(LAYERS), SLOTS, *self.spec.state_shape), torch.nan)
         whole, self.weights = model(self.spec, rng)
         family = self.spec.family
         self.replay = SlotReplay(
             read_layers(whole, family), list(LAYERS), self.states, dtype,  # type: ignore[arg-type]
-            Options(**options), window=window, backend=backend,
+            Options(**options), window=window, windows=windows, backend=backend,
         )  # fmt: skip
         self.whole, self.dtype = whole, dtype
         self.states[:, 0] = torch.nan  # padded rows of SGLang may write anything there

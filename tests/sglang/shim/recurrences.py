@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 
 def install() -> None:
+    _projections()
     _gdn()
     _mamba2()
     _tracking()
@@ -66,6 +67,28 @@ def conv_update(
         return torch.empty_like(x).copy_(y)  # of the input's strides
     conv_state[at[live]] = after[live][:, :, 0].to(conv_state.dtype)
     return y[..., 0].to(x.dtype)
+
+
+def _projections() -> None:
+    """Before a model imports it."""
+    import sglang.kernels.ops.attention.triton_gdn_fused_proj as projections
+
+    def split(qkvz, ba, key_heads, heads, dim_k, dim_v):
+        ratio = heads // key_heads
+        sizes = [dim_k, dim_k, ratio * dim_v, ratio * dim_v]
+        *qkv, z = qkvz.unflatten(1, (key_heads, -1)).split(sizes, 2)
+        b, a = ba.unflatten(1, (key_heads, -1)).split(ratio, 2)
+        z = z.reshape(len(z), heads, dim_v)
+        return torch.cat([part.flatten(1) for part in qkv], 1), z, b.flatten(1), a.flatten(1)
+
+    def split_contiguous(qkvz, ba, key_heads, heads, dim_k, dim_v):
+        values = heads * dim_v
+        qkv, z = qkvz.split([qkvz.shape[1] - values, values], 1)
+        b, a = (gate.contiguous() for gate in ba.split(heads, 1))
+        return qkv.contiguous(), z.reshape(-1, heads, dim_v), b, a
+
+    projections.fused_qkvzba_split_reshape_cat = split
+    projections.fused_qkvzba_split_reshape_cat_contiguous = split_contiguous
 
 
 def _gdn() -> None:

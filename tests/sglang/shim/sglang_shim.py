@@ -1,12 +1,14 @@
 """What SGLang's engine lacks on a CPU, so that it can be tested there: a plugin of the tests only.
 
 Kernels that Triton's interpreter cannot run, or runs too slowly, are written in torch here, the
-same for every backend under test. Nothing of the decode recurrence of `replayinfer` is here.
+same for every backend under test. Nothing of the decode recurrence of `replayinfer` is here;
+``TEST_TWO_KERNELS=1`` has it take the launches of large batches for small ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import types
 
@@ -25,6 +27,10 @@ def install() -> None:
 
     recurrences.install()
     drafting.install()
+    if os.environ.get("TEST_TWO_KERNELS") == "1":
+        import launches
+
+        launches.install()
 
 
 def _device() -> None:
@@ -44,6 +50,7 @@ def _device() -> None:
 
 def _triton() -> None:
     """The first configuration of every autotuner, and functions that the interpreter knows."""
+    import sglang.kernels.ops.attention.fla.layernorm_gated as norm
     import sglang.kernels.ops.attention.fla.op as op
     import triton.language as tl
     from triton.runtime.autotuner import Autotuner
@@ -52,6 +59,7 @@ def _triton() -> None:
         return self.fn.run(*args, **{**kwargs, **self.configs[0].all_kwargs()})
 
     Autotuner.run = run
+    norm._get_sm_count = lambda device: 1
     new = {
         "exp": lambda x: tl.exp(x),
         "exp2": lambda x: tl.math.exp2(x),
