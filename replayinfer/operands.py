@@ -11,6 +11,7 @@ from .backends import ShiftedConvolution
 from .checks import check_tensor
 from .errors import InputError
 from .pools import StatePool
+from .spec import LayerSpec
 from .spec.base import GATE_DTYPES
 
 __all__ = [
@@ -38,11 +39,7 @@ def check_inputs(
     """
     spec = pool.spec
     names = [f.name for f in spec.input_fields if only is None or f.name in only]
-    if unknown := [n for n in inputs if n not in names]:
-        raise InputError(
-            f"inputs: got {', '.join(unknown)}; allowed {', '.join(names)} for {spec.family}; "
-            "rename or drop it"
-        )
+    _require_known(spec, inputs, names)
     ready = {}
     for field in spec.input_fields:
         value = inputs.get(field.name)
@@ -58,6 +55,14 @@ def check_inputs(
             advice=f"{advice}; for a shard use spec.shard(rank, size)",
         )
     return ready
+
+
+def _require_known(spec: LayerSpec, inputs: Mapping[str, Any], names: Sequence[str]) -> None:
+    if unknown := [n for n in inputs if n not in names]:
+        raise InputError(
+            f"inputs: got {', '.join(unknown)}; allowed {', '.join(names)} for {spec.family}; "
+            "rename or drop it"
+        )
 
 
 def check_convolution(
@@ -133,15 +138,11 @@ def check_convolved(
     names = [f.name for f in spec.input_fields if f.kind == "gate"]
     if not by_head:
         return check_inputs(pool, {"bucket": bucket, "window": 1}, gates, advice, names)
-    flat = {
-        n: g.flatten(1)[:, None] if isinstance(g, torch.Tensor) and g.dim() == 3 else g
-        for n, g in gates.items()
-    }
-    check_inputs(pool, {"bucket": bucket, "window": 1}, flat, advice, names)
+    _require_known(spec, gates, names)
     shape = (bucket, spec.key_heads, spec.heads // spec.key_heads)
     return {
         name: check_tensor(
-            name, gates[name], shape=shape, dims=("bucket", "key_heads", "ratio"),
+            name, gates.get(name), shape=shape, dims=("bucket", "key_heads", "ratio"),
             dtypes=GATE_DTYPES, device=pool.device, advice="x lies by key head: so must the gates",
         )
         for name in names

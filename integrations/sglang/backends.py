@@ -208,6 +208,8 @@ class _Replayed:
         super().init_forward_metadata(forward_batch)  # type: ignore[misc]
         mode = forward_batch.logical_forward_mode
         slots = self.forward_metadata.mamba_cache_indices
+        # Of data-parallel ranks a decode may run as an extend, whose rows are trimmed on the way.
+        self.replay.projects = forward_batch.forward_mode.is_decode()
         if mode.is_decode() or mode.is_target_verify():
             self.replay.begin(slots, verify=mode.is_target_verify())
         elif mode.is_extend():
@@ -221,6 +223,7 @@ class _Replayed:
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         super().init_forward_metadata_in_graph(forward_batch)  # type: ignore[misc]
         mode = forward_batch.forward_mode
+        self.replay.projects = mode.is_decode()
         if mode.is_decode() or mode.is_target_verify():
             slots = self.forward_metadata.mamba_cache_indices
             self.replay.begin(slots, verify=mode.is_target_verify())

@@ -52,7 +52,7 @@ def _around(by_head: bool) -> Callable[..., Any]:
         from .backends import current
 
         replay = current()
-        if replay is None or not replay.convolves(qkvz):
+        if replay is None or not replay.projects or not replay.convolves(qkvz):
             return original(qkvz, ba, *sizes)
         _, heads, _, dim = sizes
         projected = _project(qkvz, ba, heads, dim, by_head)

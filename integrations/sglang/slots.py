@@ -111,6 +111,7 @@ class SlotReplay:
         self.options = options
         self.window = window
         self.windows = windows
+        self.projects = True  # whether a model's layers reach us with nothing in between
         self.pool = StatePool(
             layers.spec, order, slots, max_window=window,
             capacity=options.capacity, page_rows=_page_rows(options.capacity),

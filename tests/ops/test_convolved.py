@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from replayinfer import (
     GDNSpec,
@@ -19,6 +20,7 @@ from replayinfer import (
     UnsupportedError,
     ops,
 )
+from replayinfer.operands import check_convolved
 from replayinfer.testing import assert_untouched, initial_states, layer_weights, snapshot
 
 SPEC = GDNSpec(heads=4, dim=8, state=16, key_heads=2, conv_width=0)
@@ -182,3 +184,29 @@ def test_it_counts_as_the_run_of_its_layer(rng):
     assert not torch.equal(step.conv.states[[4, 1]], before[[4, 1]])
     assert torch.equal(step.conv.states[[0, 2, 3]], before[[0, 2, 3]])
     assert (ops.commit(step.planner, step.plan) == [1, 1]).all()
+
+
+def test_gates_by_key_head_are_checked_where_they_lie(rng):
+    """A copy would be a kernel, in every layer of every captured step."""
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = function.overloadpacket.__name__
+            assert name not in ("clone", "copy_", "_to_copy", "cat"), name
+            return function(*args, **(kwargs or {}))
+
+    step = Step(rng)
+    key_heads, values = SPEC.key_heads, SPEC.heads // SPEC.key_heads * SPEC.dim
+    whole = torch.randn(BUCKET, key_heads, 2 * SPEC.state + 2 * values, generator=rng)
+    x, z = whole.split([whole.shape[2] - values, values], dim=2)
+    gates = torch.randn(BUCKET, key_heads, 4, generator=rng).split(2, dim=2)
+    named = dict(zip("ba", gates, strict=True))
+    z_out = torch.empty(BUCKET, SPEC.heads, SPEC.dim)
+    conv = dataclasses.replace(step.conv, x=x, z=z, z_out=z_out)
+    with Copies():
+        ready = check_convolved(step.pool, BUCKET, conv, named, "")
+    assert all(ready[name] is named[name] for name in named)
+    with pytest.raises(InputError, match=r"b: got .*ratio"):
+        check_convolved(step.pool, BUCKET, conv, {"a": named["a"], "b": named["b"][:, 0]}, "")
+    with pytest.raises(InputError, match="inputs: got dt"):
+        check_convolved(step.pool, BUCKET, conv, {**named, "dt": named["a"]}, "")

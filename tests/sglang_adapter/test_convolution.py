@@ -213,6 +213,18 @@ def test_a_projection_of_no_tensor_is_left_to_sglang(rng, monkeypatch):
     assert hand_on(lambda *args: args, given, None, *SIZES) == (given, None, *SIZES)
 
 
+def test_projections_whose_rows_may_be_trimmed_are_taken_apart(rng, monkeypatch):
+    """Between the projections and the layer; lines are still ours."""
+    server = planned("decode", rng)
+    monkeypatch.setattr(backends, "_current", server.replay)
+    server.replay.projects = False
+    parts = project(rng, [2, 5, -1])
+    qkvz, ba = (join(p, WHOLE) for p in (parts[:4], parts[4:]))
+    assert convolution._around(WHOLE)(lambda *args: args, qkvz, ba, *SIZES) == (qkvz, ba, *SIZES)
+    slots, gate = torch.tensor([2, 5, -1], dtype=torch.int32), ba[:, : SPEC.heads]
+    assert server.decode_from(LAYERS[0], slots, qkvz[:, :CHANNELS], gate, gate) is not None
+
+
 @pytest.mark.parametrize("case", ["decode", "decode of a server that verifies"])
 def test_what_is_taken_over(case, rng, monkeypatch):
     """The least change of what is left: with it, nothing would reach the function of `untouched`"""
