@@ -38,12 +38,12 @@ def check_inputs(
     inputs to take, all if omitted.
     """
     spec = pool.spec
-    names = [f.name for f in spec.input_fields if only is None or f.name in only]
-    _require_known(spec, inputs, names)
+    fields = [f for f in spec.input_fields if only is None or f.name in only]
+    _require_known(spec, inputs, [f.name for f in fields])
     ready = {}
-    for field in spec.input_fields:
+    for field in fields:
         value = inputs.get(field.name)
-        if field.name not in names or (value is None and field.optional):
+        if value is None and field.optional:
             continue
         ready[field.name] = check_tensor(
             field.name,
@@ -91,7 +91,6 @@ def check_convolved(
     """
     spec: Any = pool.spec
     channels, values = spec.conv_channels, spec.heads // spec.key_heads * spec.dim
-    by_head = isinstance(conv.x, torch.Tensor) and conv.x.dim() == 3
     check_tensor(
         "weight", conv.weight, shape=(channels, None), dims=("channels", "width"),
         dtypes=GATE_DTYPES, device=pool.device,
@@ -100,7 +99,7 @@ def check_convolved(
     line: tuple[tuple[int | None, ...], tuple[str, ...]] = (
         (bucket, channels), ("bucket", "channels")
     )  # fmt: skip
-    if by_head:
+    if conv.by_head:
         own = 2 * spec.state + values
         line = (bucket, spec.key_heads, own), ("bucket", "key_heads", "2 * state + ratio * dim")
     passed = (bucket, spec.key_heads, values), ("bucket", "key_heads", "ratio * dim")
@@ -136,7 +135,7 @@ def check_convolved(
             f"activation: got {conv.activation!r}; allowed 'silu' and None; apply others yourself"
         )
     names = [f.name for f in spec.input_fields if f.kind == "gate"]
-    if not by_head:
+    if not conv.by_head:
         return check_inputs(pool, {"bucket": bucket, "window": 1}, gates, advice, names)
     _require_known(spec, gates, names)
     shape = (bucket, spec.key_heads, spec.heads // spec.key_heads)

@@ -51,6 +51,11 @@ class ShiftedConvolution:
     z: torch.Tensor | None = None
     z_out: torch.Tensor | None = None
 
+    @property
+    def by_head(self) -> bool:
+        """Whether `x`, and so the gates, lie by key head."""
+        return isinstance(self.x, torch.Tensor) and self.x.dim() == 3
+
 
 class Backend(Protocol):
     """Executes plans. Arguments are checked before they arrive; `layer` is a position in the pool.

@@ -34,9 +34,7 @@ def split_line(pool: StatePool, line: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def join_heads(pool: StatePool, x: torch.Tensor) -> torch.Tensor:
-    """The line ``[bucket, channels]`` of what may lie by key heads."""
-    if x.dim() == 2:
-        return x
+    """The line ``[bucket, channels]`` of what lies by key head."""
     spec: Any = pool.spec
     values = spec.heads // spec.key_heads * spec.dim
     parts = x.split([spec.state, spec.state, values], dim=2)

@@ -157,6 +157,11 @@ class DeltaPair:
                     inputs = {name: v.to(self.device) for name, v in inputs.items()}
                     outputs.append(wrapper.run(layer, out=out, **inputs).flatten(1))
             got.append(outputs)
+        self.finish(got, live)
+
+    def finish(self, got, live) -> None:
+        """Compare a step's outputs by layer, of both worlds, and its rows; and commit it."""
+        case = self.case
         for want, have in zip(*got, strict=True):
             assert_no_poison(have, "outputs")
             assert not have[~torch.from_numpy(live)].any(), "a pad has an output"

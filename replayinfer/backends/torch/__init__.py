@@ -95,7 +95,8 @@ class TorchBackend:
         gates: Mapping[str, torch.Tensor],
         out: torch.Tensor,
     ) -> None:
-        conv = dataclasses.replace(conv, x=join_heads(pool, conv.x))
+        if conv.by_head:
+            conv = dataclasses.replace(conv, x=join_heads(pool, conv.x))
         line = shift_update(conv, plan.arrays.window[: plan.bucket])
         if conv.z is not None and conv.z_out is not None:
             conv.z_out.copy_(conv.z.reshape(conv.z_out.shape))

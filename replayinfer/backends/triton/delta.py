@@ -46,8 +46,8 @@ def convolved_readout(
         conv.x, conv.states, conv.slots, conv.weight, conv.bias, conv.activation == "silu",
         conv.z, conv.z_out,
     )  # fmt: skip
-    by_head = conv.x.dim() == 3
-    gates = {name: gate[:, None] if by_head else gate for name, gate in gates.items()}
+    if conv.by_head:
+        gates = {name: gate[:, None] for name, gate in gates.items()}
     _readout(pool, plan, layer, {**split_line(pool, line), **gates}, out, windows)
 
 

@@ -128,7 +128,7 @@ def _convolved(
     shape = [getattr(pool.spec, d) for d in pool.spec.output_dims]
     for conv, example in examples:
         tokens = {name: value for name, value in example.items() if name != "out"}
-        if conv.x.dim() == 3:
+        if conv.by_head:
             gates = {name: _of_one_token(value, plan) for name, value in tokens.items()}
         else:
             gates = {name: _like(value, plan) for name, value in tokens.items()}
