@@ -42,7 +42,7 @@ def _convolve(
 ):  # fmt: skip
     """A key head's channels of the line ``q | k | v``; VALUES of ``v``, in blocks of pairs.
 
-    X_H is the stride of key heads whose channels lie together in `x`; 0: `x` is a line as well.
+    X_H is the stride of key heads whose channels lie together in `x`; -1: `x` is a line as well.
     """
     BLOCKS: tl.constexpr = 2 + (VALUES // 2 + BLOCK - 1) // BLOCK
     loaded, pairs, masks = (), (), ()
@@ -58,7 +58,7 @@ def _convolve(
             before = 2 * STATE
             mask = n < VALUES // 2
         x_from = x_ptr
-        if X_H > 0:
+        if X_H >= 0:
             x_from += key_head * X_H + before - 2 * start
         pairs += (start + n,)
         masks += (mask,)
@@ -120,14 +120,14 @@ def _prepass_kernel(
         launch_dependents()  # only now: the readout reads those before it waits for this kernel
 
     tokens = tl.load(window_ptr + b)
-    if Z_H > 0:  # pads too
+    if Z_H >= 0:  # pads too
         n = tl.arange(0, BLOCK_Z)
         z_out_ptr += (b * KEY_HEADS + key_head) * (RATIO * DIM) + n
         z_ptr += b * stride_z_b + key_head * Z_H + n
         z = tl.load(z_ptr, mask=n < RATIO * DIM, other=0.0)
     if CONV > 0:  # its width; 0: q and k are given
         if tokens == 0:  # a pad has no window either
-            if Z_H > 0:
+            if Z_H >= 0:
                 tl.store(z_out_ptr, z, mask=n < RATIO * DIM)
             return
         slot = tl.load(slot_ptr + b).to(tl.int64)
@@ -136,7 +136,7 @@ def _prepass_kernel(
             conv_weight_ptr, conv_bias_ptr, key_head,
             KEY_HEADS, STATE, RATIO * DIM, BLOCK_K // 2, CONV, PACKED, SILU, X_H,
         )  # fmt: skip
-        if Z_H > 0:
+        if Z_H >= 0:
             tl.store(z_out_ptr, z, mask=n < RATIO * DIM)
         tl.debug_barrier()  # other threads of this program made what the next ones read
     history = tl.load(history_ptr + b)
@@ -304,7 +304,7 @@ def prepass(
         GATE=gate_kind, BETA=beta_rule, PDL=pdl, GATE_H=gate_h, BETA_H=beta_h,
         CONV=0 if conv_weight is None else conv_weight.shape[1], DIM=dim,
         PACKED=conv is not None and conv.packed, SILU=silu,
-        X_H=x.stride(1) if x is not None and x.dim() == 3 else 0,
-        Z_H=0 if z is None else z.stride(1), BLOCK_Z=triton.next_power_of_2(max(ratio * dim, 2)),
+        X_H=x.stride(1) if x is not None and x.dim() == 3 else -1,
+        Z_H=-1 if z is None else z.stride(1), BLOCK_Z=triton.next_power_of_2(max(ratio * dim, 2)),
         num_warps=config.num_warps, maxnreg=config.registers or None, launch_pdl=pdl,
     )  # fmt: skip

@@ -4,6 +4,7 @@ against a float64 convolution before the float64 recurrence.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import numpy as np
@@ -133,3 +134,31 @@ def test_windows_move_bit_for_bit(case, rng):
         conv = pair.conv(1, 0, x, slots)
         ops.convolved_readout(pool, plan, 2, conv, backend=wrapper.backend, **gates)
     assert_bitwise_equal(memory, want)
+
+
+def test_a_projection_that_all_key_heads_share(rng):
+    """Expanded over them: a stride of 0 is a stride."""
+    pair = ConvolvedPair(VALUES.but(heads=4, key_heads=2, layers=1), rng)
+    spec, bucket = pair.spec, VALUES.batch
+    values = spec.heads // spec.key_heads * spec.dim
+
+    def shared(size):
+        one = torch.randn(bucket, 1, size, generator=rng)
+        return one.expand(bucket, spec.key_heads, size)
+
+    x, z = shared(2 * spec.state + values), shared(values)
+    gates = {name: shared(spec.heads // spec.key_heads) for name in "ab"}
+    outputs = []
+    for world, (pool, sequences, wrapper) in enumerate(pair.worlds):
+        given = pair.conv(world, 0, torch.zeros(bucket, spec.conv_channels), pair.slots)
+        z_out = torch.full((bucket, spec.heads, spec.dim), float("nan"))
+        conv = dataclasses.replace(given, x=x, z=z, z_out=z_out)
+        with launching(pair.case):
+            plan = wrapper.plan(sequences)
+            wrapper.fold()
+            outputs.append(
+                ops.convolved_readout(pool, plan, 2, conv, backend=wrapper.backend, **gates)
+            )
+        assert_bitwise_equal(z_out, z.reshape(z_out.shape))
+    assert_bitwise_equal(pair.windows[1][0][1], pair.windows[0][0][1])
+    assert relative_error(outputs[1], outputs[0]) <= 3e-6
