@@ -68,6 +68,24 @@ def _delta_prepass(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
         yield LaunchConfig(num_warps=warps, rows=rows)
 
 
+@_of("conv_readout", "gdn")
+def _conv_readout(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
+    """4 to 16 KB of the checkpoint to a warp; beyond, what arrives late leaves no registers."""
+    blocks = ((1, 32), (1, 64), (2, 64), (2, 32), (4, 64))
+    if spec.dim % 64:
+        blocks = ((1, 16), (1, 32), (2, 32), (2, 64))
+    elif fmt == "fp32":
+        blocks = ((1, 16), (1, 32), (2, 32), (4, 64))
+    for warps, rows in blocks:
+        yield LaunchConfig(num_warps=warps, rows=rows)
+
+
+@_of("conv_prepass", "gdn")
+def _conv_prepass(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
+    for warps in (1, 2, 4):
+        yield LaunchConfig(num_warps=warps)
+
+
 @_of("fold", "gdn", "kda")
 def _delta_fold(spec: Any, fmt: str) -> Iterable[LaunchConfig]:
     if spec.family == "kda" and fmt == "fp32_split" and not spec.dim % 64 and spec.state <= 128:

@@ -78,8 +78,8 @@ def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
 
     - prepass of a delta rule: one warp, which repeats the least, except where few programs run;
     - fused: only where the programs of the two other kernels would not reach every multiprocessor;
-    - readout: 16 KB of state to a warp where there is enough work, else 8 KB; blocks that leave no
-      more than a fifth of a program idle;
+    - readout: 16 KB of state to a warp where there is enough work or the state is float32, else
+      8 KB; blocks that leave no more than a fifth of a program idle;
     - fold: tiles of 64 x 64 in the matrix units' own order, which needs 16 rows to a warp, and as
       many programs as the registers of a multiprocessor hold;
     - fold64, one of more than 32 rows (not measured): smaller tiles, that the rows may fit;
@@ -93,8 +93,12 @@ def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
     - verify of a delta rule (not measured): 16 KB of state to a warp where there is enough work and
       the operands leave the registers, else half;
     - compact (not measured): 8 KB of a row;
-    - conv_prepass and conv_readout: two warps for the channels of a key head, and 8 KB of state to
-      a warp, since operands that arrive late leave registers for no more.
+    - conv: four warps and 256 channels to a program;
+    - conv_prepass: four warps to a key head of a sequence where batch x heads (of values) is at
+      most 256, else two;
+    - conv_readout: one warp to a program and up to 8 KB of a 16-bit plane, or 16 KB of float32
+      state, in any batch, since operands that arrive late leave registers for no more; at most 64
+      rows, and blocks as in the readout.
     """
     if op in ("verify", "verify64", "verify_prepass") and spec.family != "mamba2":
         return _delta_verify(op, spec, fmt, batch)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["STAGES", "Choices", "Dropped", "Outcome", "Part", "Stage", "Trials", "choose", "rules"]
 
-Part = Literal["readout", "fold", "conv", "direct", "verify"]
+Part = Literal["readout", "convolved", "fold", "conv", "direct", "verify"]
 Choices = Mapping[str, "LaunchConfig | None"]
 
 MARGIN = 0.01  # a candidate that is not faster by this share is as good as the rule's choice
@@ -40,6 +40,8 @@ STAGES = (
     Stage("readout", "readout"),
     Stage("prepass", "readout"),
     Stage("fused", "readout", whole=True),
+    Stage("conv_readout", "convolved"),
+    Stage("conv_prepass", "convolved"),
     Stage("fold", "fold"),
     Stage("fold32", "fold"),
     Stage("fold64", "fold"),
@@ -49,14 +51,17 @@ STAGES = (
     Stage("verify64", "verify"),
     Stage("verify_prepass", "verify"),
 )
-"""In this order; a family has candidates for some of them, and a length takes one fold of three."""
+"""In this order; a family has candidates for some of them, and a length takes one fold of three.
+
+A readout that convolves is for batches whose step is not one kernel, so `fused` is chosen before.
+"""
 
 
 class Trials(Protocol):
     """What a choice needs of a machine. Parts are launched with `choices` in force."""
 
     def asked(self, part: Part, choices: Choices) -> set[str]:
-        """The operations whose choice the launches of `part` look up."""
+        """The operations whose choice the launches of `part` look up, if a step has that part."""
 
     def wrong(self, part: Part, choices: Choices) -> str | None:
         """None where the results are those of the rule's choices, else what is wrong."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
+from ..backends import ShiftedConvolution
 from ..backends.triton import TritonBackend
 from ..bench.timing import capture, interleaved
 from ..bench.work import make_tokens, make_weights
@@ -22,6 +23,7 @@ __all__ = ["GraphTrials", "World", "disagreement"]
 
 _COLD_BYTES = 512 << 20  # states of all layers together, so that no layer finds its own in the L2
 _CHECKED_BATCH = 128  # what is compared fits into memory a few times over
+_WIDTH = 4  # of an engine's convolution, where the layer's is not known
 
 
 class GraphTrials:
@@ -42,7 +44,8 @@ class GraphTrials:
 
         with forced(**choices) as ops, dry_launches():
             for world in self._worlds(part):
-                world.launches[part]()
+                if world.has(part):
+                    world.launches[part]()
         return ops
 
     def wrong(self, part: Part, choices: Choices) -> str | None:
@@ -145,6 +148,10 @@ class World:
         shape = (batch, window, *(getattr(spec, d) for d in spec.output_dims))
         self.outputs = [torch.zeros(shape, dtype=case.dtype, device=device) for _ in self.tokens]
         self.convolved = [torch.zeros_like(t.rows[:, None]) for t in self.tokens]
+        self.shifted: list[ShiftedConvolution] = []
+        with forced(fused=None):  # in whatever batches that may come to be
+            if window == 1 and backend.convolves(pool, batch) is None:
+                self.shifted = [self._shifted(t.rows, generator) for t in self.tokens]
 
         # 1..capacity rows: as many sequences fold as in any other step.
         rows = capacity - np.arange(batch) * capacity // batch
@@ -164,8 +171,12 @@ class World:
         self.direct_plan: Plan = direct.plan(handles, direct=True)
         self.launches = {
             "readout": self._readout, "fold": self._fold, "conv": self._conv,
-            "direct": self._direct,
+            "direct": self._direct, "convolved": self._convolved,
         }  # fmt: skip
+
+    def has(self, part: Part) -> bool:
+        """Whether a step has `part`, by the choices in force: not each has a convolved readout."""
+        return part != "convolved" or self.backend.convolves(self.pool, self.plan.bucket) is None
 
     def results(self, part: Part, choices: Choices) -> dict[str, torch.Tensor]:
         """What `part` writes with `choices` in force; the pool is as before then."""
@@ -174,6 +185,7 @@ class World:
         pool = self.pool
         written = {"checkpoints": pool.checkpoints.storage, "rings": pool.conv.rows}
         written |= pool.inputs.fields
+        written |= {f"windows of layer {i}": conv.states for i, conv in enumerate(self.shifted)}
         before = {name: tensor.clone() for name, tensor in written.items()}
         for out in (*self.outputs, *self.convolved):
             out.fill_(math.nan)
@@ -202,11 +214,14 @@ class World:
             kind = torch.float32 if pool.format.lossless else pool.format.plane_dtype
             states = (pool.checkpoints.load(i, every).to(kind) for i in range(self.layers))
             found |= {f"states of layer {i}": state for i, state in enumerate(states)}
-        if part in ("readout", "verify"):
+        if part in ("readout", "convolved", "verify"):
             fields = pool.inputs.fields.items()
             found |= {f"rows of {name}": field.flatten(0, 1).clone() for name, field in fields}
         if part == "conv":
             found["rings"] = pool.conv.rows.flatten(0, 1).clone()
+        if part == "convolved":
+            windows = (conv.states.clone() for conv in self.shifted)
+            found |= {f"windows of layer {i}": window for i, window in enumerate(windows)}
         return found
 
     def _readout(self, tokens: int | None = None) -> None:
@@ -216,6 +231,17 @@ class World:
             out = self.outputs[layer][:, :tokens]
             self.backend.readout(self.pool, self.plan, layer, inputs, out)
 
+    def _shifted(self, rows: torch.Tensor, generator: torch.Generator) -> ShiftedConvolution:
+        """A layer's convolution as an engine has it: windows of its own, all in one type."""
+        batch, channels = rows.shape
+        width = self.pool.spec.conv_width or _WIDTH
+        states, weight = (
+            torch.randn(shape, generator=generator, device=rows.device).to(rows.dtype)
+            for shape in ((batch, channels, width - 1), (channels, width))
+        )
+        slots = torch.arange(batch, dtype=torch.int32, device=rows.device)
+        return ShiftedConvolution(x=rows, states=states, slots=slots, weight=weight)
+
     def _fold(self) -> None:
         self.backend.fold(self.pool, self.plan)
 
@@ -223,6 +249,13 @@ class World:
         for layer in range(self.layers):
             rows = self.tokens[layer].rows[:, None]
             self.backend.conv(self.pool, self.plan, layer, rows, self.convolved[layer])
+
+    def _convolved(self) -> None:
+        gates = [field.name for field in self.pool.spec.input_fields if field.kind == "gate"]
+        for layer, conv in enumerate(self.shifted):
+            inputs = {name: self.inputs[layer][name] for name in gates}
+            out = self.outputs[layer]
+            self.backend.convolved_readout(self.pool, self.plan, layer, conv, inputs, out)
 
     def _direct(self) -> None:
         for layer in range(self.layers):

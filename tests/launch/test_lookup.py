@@ -132,6 +132,29 @@ def test_candidates_are_choices_each_once(dim, fmt):
     assert candidates("surprise", spec, fmt) == []
 
 
+@pytest.mark.parametrize("fmt", ["fp32", "fp32_split", "bf16"])
+@pytest.mark.parametrize("dim", [80, 128])
+def test_a_readout_that_convolves_has_candidates_in_gdn_alone(dim, fmt):
+    sizes = {"heads": 8, "dim": dim, "state": 128}
+    for op in ("conv_readout", "conv_prepass"):
+        found = candidates(op, GDNSpec(key_heads=4, **sizes), fmt)
+        assert len(found) == len(set(found)) > 1
+        assert not candidates(op, KDASpec(key_heads=8, **sizes), fmt)
+        assert not candidates(op, Mamba2Spec(**sizes), fmt)
+
+
+@pytest.mark.parametrize(("fmt", "size"), [("fp32", 4), ("fp32_split", 2), ("bf16", 2)])
+def test_the_rule_of_a_readout_that_convolves(fmt, size):
+    """8 KB of two bytes or 16 of four, in any batch; four warps while programs are few."""
+    spec = GDNSpec(heads=32, dim=128, state=128, key_heads=16)
+    rows = 4096 // spec.state
+    assert rows * spec.state * size == {2: 8192, 4: 16384}[size]
+    for batch, warps in ((1, 4), (8, 4), (9, 2), (512, 2)):
+        own = launch.rule("conv_readout", spec, fmt, batch)
+        assert own == LaunchConfig(num_warps=1, rows=rows)
+        assert launch.rule("conv_prepass", spec, fmt, batch) == LaunchConfig(num_warps=warps)
+
+
 def test_every_operation_with_candidates_is_tuned():
     from replayinfer.kernels.launch.candidates import _MAKERS
 

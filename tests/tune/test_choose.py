@@ -160,6 +160,8 @@ def test_real_candidates(monkeypatch):
             for batch in (1, 256):
                 found = choose(spec, "bf16", batch, Machine(unused=long))
                 ops = {"readout", "prepass", "fused", "conv", "direct", "verify_prepass"}
+                if spec.family == "gdn":
+                    ops |= {"conv_readout", "conv_prepass"}
                 if "fold" not in long:
                     assert set(found.choices) == ops | {"fold", "verify"}
                 elif spec.family == "mamba2":
@@ -176,6 +178,21 @@ def test_kernels_of_windows_are_chosen_one_after_the_other_and_apart(makers):
     assert found.micros["verify_prepass"] == pytest.approx(40.0)
     last = machine.calls[-1]
     assert (last[1], last[2]["verify"]) == ("verify", A)
+
+
+def test_a_readout_that_convolves_is_chosen_after_the_one_kernel(makers):
+    """By its own time, with the choice between one kernel and two in force."""
+    for op in ("fused", "conv_readout", "conv_prepass"):
+        makers["gdn", op] = lambda spec, fmt: [A, B]
+    times = {("fused", A): 0.2, ("conv_readout", B): 0.5, ("conv_prepass", A): 0.4}
+    machine = Machine(times)
+    found = choose(OTHER, "fp32", 4, machine)
+    assert found.choices == {"fused": A, "conv_readout": B, "conv_prepass": A}
+    assert found.micros["conv_prepass"] == pytest.approx(40.0)
+    calls = [choices for _, part, choices in machine.calls if part == "convolved"]
+    assert calls
+    assert all(choices["fused"] == A for choices in calls)
+    assert calls[-1]["conv_readout"] == B
 
 
 def test_without_windows_their_kernels_are_left_to_the_rule(makers):
