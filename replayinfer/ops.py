@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 from .backends import Backend, ShiftedConvolution, select
 from .checks import check_tensor
 from .errors import InputError, PlanError, UnsupportedError
+from .gating import gated_norm
 from .operands import (
     check_convolution,
     check_convolved,
@@ -36,6 +37,7 @@ __all__ = [
     "convolved_readout",
     "convolves",
     "fold",
+    "gated_norm",
     "join_pages",
     "materialize",
     "readout",

@@ -32,6 +32,7 @@ CORE = (
     {"planner"},
     {"backends"},
     {"operands"},
+    {"gating"},
     {"ops", "tensors"},
     {"wrapper", "prefill"},
     {"speculation"},

@@ -73,7 +73,8 @@ def main() -> None:
     if options.lock:  # imports may overlap, the work on the GPU may not
         import fcntl
 
-        fcntl.flock(options.lock.open("w"), fcntl.LOCK_EX)
+        turn = options.lock.open("w")  # closed, it would be another's
+        fcntl.flock(turn, fcntl.LOCK_EX)
     one_batch._set_envs_and_config(server)
     ports = PortArgs.init_new(server)
     rank = one_batch.spawn_world_rank(server, tp_rank=0, pp_rank=0)

@@ -20,6 +20,7 @@ from replayinfer import UnsupportedError
 
 from . import convolution, speculation
 from .layers import Family, read_layers
+from .norms import replace_norms
 from .options import Options
 from .slots import SlotReplay, row_bytes_per_slot
 
@@ -166,7 +167,7 @@ def _make_replay(backend: Any, runner: Any, family: Family) -> SlotReplay:
         )
     replay = SlotReplay(
         layers, order, states, runner.dtype, Options.read(), window=speculation.window(),
-        windows=pool.mamba_cache.conv[0].dtype,
+        windows=convolution.windows(pool.mamba_cache.conv[0], layers),
     )  # fmt: skip
     if replay.nbytes > _charged * states.shape[1]:
         raise UnsupportedError(
@@ -175,6 +176,7 @@ def _make_replay(backend: Any, runner: Any, family: Family) -> SlotReplay:
             "another decode backend"
         )
     pool.register_slot_state(replay)
+    replace_norms(runner.model, replay)
     _current = replay
     if replay.window > 1 and pool.mamba_cache.intermediate_ssm.numel():
         raise UnsupportedError(

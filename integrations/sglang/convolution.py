@@ -16,15 +16,18 @@ import torch
 import replayinfer
 
 if TYPE_CHECKING:
+    from .layers import RecurrentLayers
     from .slots import SlotReplay
 
-__all__ = ["PROJECTIONS", "decode", "hook_projections"]
+__all__ = ["PROJECTIONS", "decode", "hook_projections", "windows"]
 
 # What takes projections apart: [q | k | v | z] and [b | a] of each key head, or of all together.
 PROJECTIONS = {
     "sglang.srt.models.qwen3_next.fused_qkvzba_split_reshape_cat": True,
     "sglang.srt.models.qwen3_5.fused_qkvzba_split_reshape_cat_contiguous": False,
 }
+
+_SILU = ("silu", "swish")
 
 
 class _Projected(NamedTuple):
@@ -34,6 +37,18 @@ class _Projected(NamedTuple):
     ba: torch.Tensor
     z_out: torch.Tensor
     by_head: bool
+
+
+def windows(states: torch.Tensor, layers: RecurrentLayers) -> torch.dtype | None:
+    """The dtype of SGLang's windows ``[layers, slots, channels, width - 1]``; None: not for us.
+
+    A CPU with AMX has them across, and an activation of another kind is SGLang's to apply.
+    """
+    known = all(
+        getattr(m, "activation", None) in (None, *_SILU) for m in layers.modules.values()
+    )  # fmt: skip
+    beside = states.stride()[-2:] == (states.shape[-1], 1)
+    return states.dtype if known and beside else None
 
 
 def hook_projections() -> None:
@@ -78,7 +93,7 @@ def decode(
     """
     given: dict[str, Any] = {
         "states": states, "slots": slots, "weight": layer.conv_weights, "bias": layer.bias,
-        "activation": "silu" if layer.activation in ("silu", "swish") else None,
+        "activation": "silu" if layer.activation in _SILU else None,
     }  # fmt: skip
     spec: Any = replay.pool.spec
     wants_z = type(mixed_qkv) is tuple and replay.convolves(mixed_qkv[0])

@@ -111,6 +111,7 @@ class SlotReplay:
         self.options = options
         self.window = window
         self.windows = windows
+        self.stepping = False  # whether layers run for a decode or a verify
         self.projects = True  # whether a model's layers reach us with nothing in between
         self.pool = StatePool(
             layers.spec, order, slots, max_window=window,
@@ -173,6 +174,7 @@ class SlotReplay:
         One token of each, or the window of a `verify` step.
         """
         self._drop()
+        self.stepping = True
         window = self.window if verify else 1
         plan = self.planner.plan(slots, window, bucket=slots.shape[0], window=window)
         replayinfer.ops.fold(self.planner, plan, backend=self.backend)
@@ -281,6 +283,7 @@ class SlotReplay:
     def before_extend(self, slots: torch.Tensor) -> None:
         """Make the states of `slots` plain and whole, for SGLang's own prefill to go on from."""
         self._drop()
+        self.stepping = False
         if not slots.shape[0]:
             return
         slots = _unpadded(slots)

@@ -316,3 +316,16 @@ def test_the_backend_convolves_and_ends_the_step(ours, rng):
             assert_bitwise_equal(server.conv, before)
     assert not made.calls
     assert (server.replay._plan is None) == ours  # theirs ends it where it tracks
+
+
+@pytest.mark.parametrize("activations", [("silu", "swish"), (None, None), ("silu", "gelu")])
+@pytest.mark.parametrize("across", [False, True])
+def test_windows_that_are_not_ours(activations, across):
+    """A CPU with AMX has windows across; what is not SiLU would silently be nothing."""
+    modules = dict(enumerate(namespace(activation=name) for name in activations))
+    states = torch.zeros(2, SLOTS, CHANNELS, WIDTH - 1, dtype=torch.bfloat16)
+    if across:
+        states = states.mT.contiguous().mT
+    ours = not across and "gelu" not in activations
+    found = convolution.windows(states, namespace(modules=modules))
+    assert found == (torch.bfloat16 if ours else None)
