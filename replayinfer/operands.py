@@ -96,6 +96,11 @@ def check_convolved(
         dtypes=GATE_DTYPES, device=pool.device,
     )  # fmt: skip
     width = conv.weight.shape[1]
+    if width < 2:
+        raise InputError(
+            f"weight: got a width of {width}; allowed width >= 2, the taps of a window and of the "
+            "token; scale the inputs of one tap yourself, and call readout"
+        )
     line: tuple[tuple[int | None, ...], tuple[str, ...]] = (
         (bucket, channels), ("bucket", "channels")
     )  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from .backends import Backend, ShiftedConvolution, select
+from .backends import Backend, ShiftedConvolution, scratch_bytes, select, why_not_convolved
 from .checks import check_tensor
 from .errors import InputError, PlanError, UnsupportedError
 from .gating import gated_norm
@@ -41,6 +41,7 @@ __all__ = [
     "join_pages",
     "materialize",
     "readout",
+    "scratch_bytes",
     "split_pages",
     "warmup",
 ]
@@ -149,8 +150,8 @@ def readout(
 
 
 def convolves(pool: StatePool, bucket: int, *, backend: str | Backend = "auto") -> bool:
-    """Whether `convolved_readout` serves steps of this bucket."""
-    return select(backend, pool).convolves(pool, bucket) is None
+    """Whether `convolved_readout` serves steps of this bucket; never in a pool that has rings."""
+    return not pool.spec.conv_width and select(backend, pool).convolves(pool, bucket) is None
 
 
 @torch.no_grad()
@@ -167,12 +168,14 @@ def convolved_readout(
     """`readout` of one token with the convolution before it, of windows that an engine keeps.
 
     The traffic of the windows then overlaps with that of the states. For engines with convolution
-    states of their own, as SGLang's and vLLM's; a pool that keeps rings has `conv_update`.
+    states of their own, as SGLang's and vLLM's, and so with ``conv_width=0``; a pool that keeps
+    rings has `conv_update`.
 
     Parameters
     ----------
     conv : ShiftedConvolution
         Its windows move by the token, so a second call for the same step is not the same again.
+        A call that is captured in a CUDA graph moves none yet: it may follow one that ran.
     **gates
         GDN: ``a [bucket, 1, heads]`` (or ``g``) and ``b [bucket, 1, heads]``, as in `readout`; or
         ``[bucket, key_heads, ratio]`` where ``x`` lies by key head.
@@ -182,11 +185,26 @@ def convolved_readout(
     Raises
     ------
     UnsupportedError
-        Another family than GDN, a window of several tokens, a direct step, or a bucket that the
-        backend does not serve so: ask `convolves`.
+        Another family than GDN, a pool with rings, a window of several tokens, a direct step, or a
+        bucket that the backend does not serve so: ask `convolves`.
+    PlanError
+        The plan is not between fold and commit, or it has had this layer's call: a second one would
+        move the windows again.
     """
     _require_folded(pool, plan, "convolved_readout")
     index = pool.index(layer)
+    if pool.spec.conv_width:
+        raise UnsupportedError(
+            f"convolved_readout: got a pool with rings (conv_width={pool.spec.conv_width}), which "
+            "would miss the token; allowed conv_width=0, where an engine keeps the windows; call "
+            "conv_update and readout, or make the spec so"
+        )
+    run = layer, _capturing(pool)
+    if run in plan.layers_convolved:
+        raise PlanError(
+            f"convolved_readout: got layer {layer} a second time in a step; allowed once, since it "
+            "moves the windows; keep its output, or make a new plan"
+        )
     chosen = select(backend, pool)
     reason = chosen.convolves(pool, plan.bucket)
     if plan.window > 1 or plan.direct:
@@ -201,6 +219,7 @@ def convolved_readout(
     out = layer_output(pool, lead, out, pool.spec.output_dims)
     chosen.convolved_readout(pool, plan, index, conv, ready, out)
     plan.layers_run.add(layer)
+    plan.layers_convolved.add(run)
     return out
 
 
@@ -354,7 +373,8 @@ def warmup(
     convolved : sequence of (ShiftedConvolution, mapping), optional
         The same for `convolved_readout`: the convolution of any batch, one per layer where their
         tensors are not laid out alike, and the gates and perhaps ``out``. Its windows stay as they
-        are. Not for steps that `convolved_readout` does not serve.
+        are. Steps that `convolved_readout` does not serve are skipped, and in pools that it does
+        not serve the examples are not looked at.
 
     Raises
     ------
@@ -364,14 +384,15 @@ def warmup(
     """
     pool = planner.pool
     chosen = select(backend, pool)
-    if pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _capturing(pool):
         raise PlanError(
             "warmup: got a stream that captures a CUDA graph; allowed before the capture, which "
             "must not load kernels; warm up first"
         )
     examples = None if inputs is None else [check_example(pool, e) for e in inputs]
     rows = None if conv is None else [check_rows(pool, e) for e in conv]
-    pairs = [(c, check_convolved_example(pool, c, e)) for c, e in convolved]
+    served = not pool.spec.conv_width and why_not_convolved(pool) is None
+    pairs = [(c, check_convolved_example(pool, c, e)) for c, e in convolved if served]
     if window > 1 or direct or chosen.convolves(pool, bucket) is not None:
         pairs = []
     pool.cursors.require_awake()
@@ -396,6 +417,11 @@ def _check_recode(pool: StatePool, pages: torch.Tensor, chosen: torch.Tensor) ->
         "chosen", chosen, shape=(pages.shape[0],), dims=("n",), dtypes=(torch.bool,),
         device=pool.device,
     )  # fmt: skip
+
+
+def _capturing(pool: StatePool) -> bool:
+    """Whether what is launched now goes into a CUDA graph instead of running."""
+    return pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _require_folded(pool: StatePool, plan: Plan, action: str) -> None:

@@ -17,9 +17,9 @@ _SPECULATIVE = ("EAGLE", "EAGLE3", "NEXTN", "NGRAM")
 _LONGEST_WINDOW = 16
 
 
-def _decode_graph(config: Any) -> str | None:
-    """The backend of decode graphs in SGLang's ``cuda_graph_config``."""
-    return getattr(getattr(config, "decode", None), "backend", None)
+def _graph(config: Any, phase: str) -> str | None:
+    """The backend of a phase's graphs in SGLang's ``cuda_graph_config``."""
+    return getattr(getattr(config, phase, None), "backend", None)
 
 
 # Argument, when it is refused, why, and what to do.
@@ -121,9 +121,14 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
         "drop --use-ray",
     ),
     (
-        "cuda_graph_config", lambda v: _decode_graph(v) == "breakable",
+        "cuda_graph_config", lambda v: _graph(v, "decode") == "breakable",
         "decode graphs in one piece: a broken one loses the step's plan between its pieces",
         "use --cuda-graph-backend-decode full",
+    ),
+    (
+        "cuda_graph_config", lambda v: _graph(v, "prefill") == "full",
+        "prefill graphs in pieces, or none: one in one piece has no room for the folds before it",
+        "use --cuda-graph-backend-prefill breakable",
     ),
     (
         "debug_cuda_graph", bool,

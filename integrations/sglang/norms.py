@@ -7,7 +7,10 @@ much as the norm.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 
 import replayinfer
 
@@ -16,7 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["replace_norms"]
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
+_ACTIVATIONS: dict[str, Literal["silu", "sigmoid"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "sigmoid": "sigmoid",
+}
 _FUSED = "sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated"
 _PLAIN = "sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm"
 
@@ -24,12 +31,12 @@ _PLAIN = "sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm"
 def replace_norms(model: Any, replay: SlotReplay) -> int:
     """Put ours before the gated norms beside the replayed layers of `model`; how many there are."""
     layers = set(map(id, replay.layers.modules.values()))
-    count = 0
+    forward, count = _decoding(replay), 0
     for module in model.modules():
         children = list(module.children())
         if any(id(child) in layers for child in children):
             for norm in filter(_serves, children):
-                norm.forward = _around(norm, norm.forward, replay)
+                norm.forward = MethodType(forward, norm)  # once more: the latest replay's
                 count += 1
     return count
 
@@ -47,26 +54,32 @@ def _serves(norm: Any) -> bool:
     )
 
 
-def _around(norm: Any, original: Callable[..., Any], replay: SlotReplay) -> Callable[..., Any]:
-    activation: Any = _ACTIVATIONS[norm.activation]
+def _decoding(replay: SlotReplay) -> Callable[..., Any]:
+    """A norm's ``forward``: a method, so that a copy of the norm norms by its own weight."""
 
-    def forward(x: Any, z: Any = None, *args: Any, **kwargs: Any) -> Any:
-        rows, gates = _by_head(x), _by_head(z)
-        ours = replay.stepping and rows is not None and gates is not None
-        if not ours or args or kwargs or (rows.shape, rows.dtype) != (gates.shape, gates.dtype):
-            return original(x, z, *args, **kwargs)
-        # In place: what a readout returned is nobody else's.
-        replayinfer.ops.gated_norm(
-            rows, gates, norm.weight, eps=norm.eps, activation=activation, out=rows
-        )
-        return x
+    def forward(norm: Any, x: torch.Tensor, *more: Any, **named: Any) -> Any:
+        ours = replay.stepping and len(more) == 1 and not named
+        if ours and not torch.compiler.is_compiling():
+            rows, gates = _by_head(x), _by_head(more[0])
+            if rows is not None and gates is not None and _alike(rows, gates):
+                # In place: what a readout returned is nobody else's.
+                replayinfer.ops.gated_norm(
+                    rows, gates, norm.weight, eps=norm.eps,
+                    activation=_ACTIVATIONS[norm.activation], out=rows,
+                )  # fmt: skip
+                return x
+        return type(norm).forward(norm, x, *more, **named)
 
     return forward
 
 
-def _by_head(x: Any) -> Any:
+def _alike(x: torch.Tensor, z: torch.Tensor) -> bool:
+    return (x.shape, x.dtype) == (z.shape, z.dtype)
+
+
+def _by_head(x: Any) -> torch.Tensor | None:
     """``[rows, heads, dim]`` of one of the forms that models give, None for others."""
-    if x is None or x.stride(-1) != 1:
+    if not isinstance(x, torch.Tensor) or x.dim() < 2 or x.stride(-1) != 1:
         return None
     if x.dim() == 2:
         return x[:, None]

@@ -104,6 +104,7 @@ def _prepass_kernel(
     GATE: tl.constexpr, BETA: tl.constexpr, PDL: tl.constexpr, GATE_H: tl.constexpr,
     BETA_H: tl.constexpr, CONV: tl.constexpr, DIM: tl.constexpr, PACKED: tl.constexpr,
     SILU: tl.constexpr, X_H: tl.constexpr, Z_H: tl.constexpr, BLOCK_Z: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)  # all of the grid on axis 0
     key_head = pid % KEY_HEADS
@@ -134,7 +135,7 @@ def _prepass_kernel(
         _convolve(
             q_ptr + b * stride_q_b, x_ptr + b * stride_x_b, conv_ptr + slot * stride_conv_slot,
             conv_weight_ptr, conv_bias_ptr, key_head,
-            KEY_HEADS, STATE, RATIO * DIM, BLOCK_K // 2, CONV, PACKED, SILU, X_H,
+            KEY_HEADS, STATE, RATIO * DIM, BLOCK_C, CONV, PACKED, SILU, X_H,
         )  # fmt: skip
         if Z_H >= 0:
             tl.store(z_out_ptr, z, mask=n < RATIO * DIM)
@@ -306,5 +307,9 @@ def prepass(
         PACKED=conv is not None and conv.packed, SILU=silu,
         X_H=x.stride(1) if x is not None and x.dim() == 3 else -1,
         Z_H=-1 if z is None else z.stride(1), BLOCK_Z=triton.next_power_of_2(max(ratio * dim, 2)),
+        # Pairs of channels: no more than eight blocks of values, whose registers a thread has.
+        BLOCK_C=max(
+            triton.next_power_of_2(state) // 2, triton.next_power_of_2(triton.cdiv(ratio * dim, 16))
+        ),
         num_warps=config.num_warps, maxnreg=config.registers or None, launch_pdl=pdl,
     )  # fmt: skip

@@ -9,7 +9,9 @@ Reads the checkpoint plane ``[pages, heads, dim, state]``, the ``u`` rows, and o
 ``weight [batch, heads, 2, rows]`` (q, k) and ``scale [batch, heads, 4]`` (read_q, read_k, beta,
 own). Writes ``y [batch, heads, dim]`` and the token's ``u`` row, and its ``v`` row where a fold
 solves for ``u`` again. With one gate for a head (GDN), ``q`` and ``k`` are the step's inputs; with
-one for every channel (KDA) the prepass wrote them for each head, decayed.
+one for every channel (KDA) the prepass wrote them for each head, decayed; and one that convolves
+(CONVOLVED) wrote ``q``, ``k`` and ``v``. What the prepass writes is loaded only after waiting for
+it, all else before.
 
 It is bound by bytes as long as enough loads are in flight and the instructions stay few. So a
 program is a block of one head's rows and does everything once: first all loads, then all
@@ -218,7 +220,8 @@ def readout(
 
     `q` and `k` are ``[batch, key_heads, state]``, or with `per_channel` the prepass's
     ``[batch, heads, state]``. A head's ``dim * state`` values are contiguous in `plane`. With
-    `convolved` the prepass made `q`, `k` and `v`.
+    `convolved` the prepass makes `q`, `k` and `v`: like its weights and scales they are loaded
+    after the wait for it, and before it only the state and the ``u`` rows are.
     """
     batch, heads, dim = v.shape
     state = q.shape[2]

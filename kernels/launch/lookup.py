@@ -95,7 +95,7 @@ def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
     - compact (not measured): 8 KB of a row;
     - conv: four warps and 256 channels to a program;
     - conv_prepass: four warps to a key head of a sequence where batch x heads (of values) is at
-      most 256, else two;
+      most 256, or (not measured) where two would not have the registers for its channels, else two;
     - conv_readout: one warp to a program and up to 8 KB of a 16-bit plane, or 16 KB of float32
       state, in any batch, since operands that arrive late leave registers for no more; at most 64
       rows, and blocks as in the readout.
@@ -115,7 +115,10 @@ def rule(op: str, spec: Any, fmt: str, batch: int) -> LaunchConfig | None:
     if op == "conv":
         return LaunchConfig(num_warps=4, rows=256)
     if op == "conv_prepass":
-        return LaunchConfig(num_warps=4 if batch * spec.heads <= 256 else 2)
+        few, wide = batch * spec.heads <= 256, False
+        if spec.family == "gdn":  # only there it is launched
+            wide = 2 * spec.state + spec.heads // spec.key_heads * spec.dim > 2048
+        return LaunchConfig(num_warps=4 if few or wide else 2)
     if op == "prepass" and spec.family != "mamba2":
         if batch * spec.heads <= 256:
             return LaunchConfig(num_warps=4, rows=16)

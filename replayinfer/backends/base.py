@@ -35,7 +35,7 @@ class ShiftedConvolution:
     slots : int32 or int64 Tensor, [bucket]
         Each row's. Those of pads and of empty windows are not looked at; the others are distinct.
     weight, bias : Tensor, [channels, width] and [channels]
-        In the pool's dtype or float32.
+        Of float32, bfloat16 or float16 each, whatever the pool's dtype; ``width >= 2``.
     activation : {"silu", None}
     z, z_out : Tensor, [bucket, key_heads, ratio * dim] and [bucket, heads, dim], optional
         Part of a projection that is copied on the way, pads too: what gates the output comes out of
@@ -87,7 +87,10 @@ class Backend(Protocol):
         """Append the window's rows and write its outputs; checkpoints are only read."""
 
     def convolves(self, pool: StatePool, bucket: int) -> str | None:
-        """None if `convolved_readout` works in steps of a `bucket`, else the reason why not."""
+        """None if `convolved_readout` works in steps of a `bucket`, else the reason why not.
+
+        Whether the pool has rings, which would not move, is not asked here but before.
+        """
 
     def convolved_readout(
         self,

@@ -50,6 +50,7 @@ class DevicePlan(Plan):
         self.direct = direct
         self.state = "planned"
         self.layers_run = set()
+        self.layers_convolved = set()
 
     def __repr__(self) -> str:
         return f"DevicePlan(bucket={self.bucket}, window={self.window}, state={self.state!r})"

@@ -19,7 +19,7 @@ from .arguments import (
     window_array,
 )
 from .changes import step_changes
-from .plan import Plan, PlanBuffer
+from .plan import Plan, PlanArrays, PlanBuffer
 from .policy import Policy, get_policy
 from .trees import ancestor_masks, check_parents, check_paths, mask_columns
 
@@ -282,6 +282,10 @@ class HostPlanner:
         self._finish(plan, "aborted")
         if free:
             pool.free(plan.handles[plan.windows > 0])
+
+    def buffers(self) -> list[PlanArrays]:
+        """The arrays of every bucket that was planned so far."""
+        return [buffer.arrays for buffer in self._buffers.values()]
 
     # Order ------------------------------------------------------------------------------------
 

@@ -177,6 +177,8 @@ class Plan:
         0 or 1, and a sequence that takes a token has no rows and a checkpoint page of its own.
     layers_run : set of int
         Layers whose readout, or direct step, was enqueued.
+    layers_convolved : set of (int, bool)
+        Layers whose convolved readout was enqueued, and whether into a CUDA graph.
     """
 
     pool: StatePool = field(repr=False)
@@ -204,6 +206,7 @@ class Plan:
     direct: bool = False
     state: Literal["planned", "folded", "committed", "aborted"] = "planned"
     layers_run: set[int] = field(default_factory=set)
+    layers_convolved: set[tuple[int, bool]] = field(default_factory=set)
 
     @property
     def fold_count(self) -> int:

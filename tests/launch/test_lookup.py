@@ -155,6 +155,13 @@ def test_the_rule_of_a_readout_that_convolves(fmt, size):
         assert launch.rule("conv_prepass", spec, fmt, batch) == LaunchConfig(num_warps=warps)
 
 
+def test_two_warps_for_what_their_registers_hold():
+    """A key head's channels; `test_offline` compiles both sides of it."""
+    for ratio, warps in ((2, 2), (6, 2), (8, 4)):
+        spec = GDNSpec(heads=4 * ratio, dim=256, state=256, key_heads=4)
+        assert launch.rule("conv_prepass", spec, "bf16", 512) == LaunchConfig(num_warps=warps)
+
+
 def test_every_operation_with_candidates_is_tuned():
     from replayinfer.kernels.launch.candidates import _MAKERS
 

@@ -44,3 +44,11 @@ def test_checkpoints_and_rows_are_read_128_bits_at_a_time():
     assert found["_verify_kernel"][0] >= 16 + 4  # and the tokens' C
     # Five of them for the question whether a sum is finite; none to move an operand.
     assert {line["kernel"]: line["shuffles"] for line in lines}["_verify_kernel"] <= 6
+
+
+@pytest.mark.slow
+def test_a_prepass_that_convolves_has_registers_for_its_channels():
+    """In two warps those of a wide key head would have none: unpacked, it spills 264 bytes."""
+    measured, wide = offline("spills")
+    assert (measured["warps"], measured["stack"]) == (2, 0)
+    assert (wide["warps"], wide["stack"]) == (4, 0)

@@ -140,7 +140,7 @@ def convolved_call(wrapper, bucket, gap, *, slots=torch.int64):
 
 @pytest.mark.parametrize("gap", [0, 4, 7])
 def test_an_example_of_a_convolved_readout(gap, monkeypatch):
-    wrapper = make(SHAPES["gdn"])
+    wrapper = make(dataclasses.replace(SHAPES["gdn"], conv_width=0))
     pool, planner = wrapper.pool, wrapper.planner
     example = convolved_call(wrapper, 3, gap)
     seqs = pool.alloc(2)
@@ -170,7 +170,7 @@ def test_an_example_of_a_convolved_readout(gap, monkeypatch):
 
 
 def test_no_window_moves_in_a_warmup():
-    spec = GDNSpec(heads=2, dim=4, state=8, key_heads=1)
+    spec = GDNSpec(heads=2, dim=4, state=8, key_heads=1, conv_width=0)
     wrapper = make(spec, max_window=2)
     call = convolved_call(wrapper, 2, 4)
     conv, gates = call

@@ -20,7 +20,9 @@ from replayinfer import (
     UnsupportedError,
     ops,
 )
+from replayinfer.backends import select
 from replayinfer.operands import check_convolved
+from replayinfer.planner import DevicePlanner
 from replayinfer.testing import assert_untouched, initial_states, layer_weights, snapshot
 
 SPEC = GDNSpec(heads=4, dim=8, state=16, key_heads=2, conv_width=0)
@@ -35,14 +37,20 @@ interpreted = pytest.mark.skipif(
 class Step:
     """A step of two sequences and a pad, folded unless told otherwise, and what it would get."""
 
-    def __init__(self, rng, spec=SPEC, *, fold=True, window=1, direct=False, backend="torch"):
+    def __init__(
+        self, rng, spec=SPEC, *, fold=True, window=1, direct=False, backend="torch",
+        planner="host",
+    ):  # fmt: skip
         self.backend = backend
-        self.pool = pool = StatePool(spec, [2], 3, capacity=3, max_window=2)
+        self.pool = pool = StatePool(spec, [2], 3, capacity=3, max_window=2, planner=planner)
         pool.bind(2, **layer_weights(spec, rng))
-        sequences = pool.alloc(2)
+        self.sequences = sequences = pool.alloc(2)
         for seq, state in zip(sequences, initial_states(spec, 2, rng), strict=True):
-            pool.seed(seq, {2: state}, tokens=3)
-        self.planner = HostPlanner(pool)
+            taps = torch.randn(spec.conv_channels, max(spec.conv_width - 1, 0), generator=rng)
+            conv = {2: taps} if spec.conv_width else None
+            pool.seed(seq, {2: state}, conv=conv, tokens=3)
+        on_host = planner == "host"
+        self.planner = HostPlanner(pool) if on_host else DevicePlanner(pool, select(backend, pool))
         self.plan = self.planner.plan(sequences, window, bucket=BUCKET, direct=direct)
         if fold:
             ops.fold(self.planner, self.plan, backend=backend)
@@ -55,6 +63,11 @@ class Step:
             bias=torch.randn(channels, generator=rng),
         )
         self.gates = {name: torch.randn(BUCKET, 1, 4, generator=rng) for name in ("a", "b")}
+
+    def again(self):
+        """The next step of the same sequences, folded."""
+        self.plan = self.planner.plan(self.sequences, bucket=BUCKET)
+        ops.fold(self.planner, self.plan, backend=self.backend)
 
     def run(self, *, without=(), out=None, gates=(), **changes):
         """With other attributes of the convolution, and other gates."""
@@ -90,6 +103,8 @@ WRONG = {
     "weights of other channels": ("weight", torch.zeros(CHANNELS - 2, WIDTH)),
     "weights of a convolution": ("weight", torch.zeros(CHANNELS, 1, WIDTH)),
     "weights of another type": ("weight", torch.zeros(CHANNELS, WIDTH, dtype=torch.float64)),
+    "weights of one tap": ("weight", torch.zeros(CHANNELS, 1)),
+    "weights of no tap": ("weight", torch.zeros(CHANNELS, 0)),
     "no weights": ("weight", None),
     "bias of other channels": ("bias", torch.zeros(CHANNELS - 2)),
     "bias of another type": ("bias", torch.zeros(CHANNELS, dtype=torch.float64)),
@@ -147,6 +162,63 @@ def test_unsupported_steps(options, match, rng):
     assert ops.convolves(step.pool, BUCKET, backend="torch") == ("spec" not in options)
 
 
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=interpreted)])
+def test_a_pool_that_keeps_rings(backend, rng):
+    """The token would be missing in them."""
+    step = Step(rng, dataclasses.replace(SPEC, conv_width=WIDTH), backend=backend)
+    rings = step.pool.conv.rows.clone()
+    match = r"^convolved_readout: got .*conv_width=4.*; allowed conv_width=0, .*; call conv_update "
+    step.refuses(UnsupportedError, match)
+    assert torch.equal(step.pool.conv.rows, rings)
+    for bucket in (BUCKET, 10_000):
+        assert not ops.convolves(step.pool, bucket, backend=backend)
+    assert ops.convolves(Step(rng, backend=backend).pool, 10_000, backend=backend)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Mamba2Spec(heads=4, dim=8, state=16, conv_width=0),
+        KDASpec(heads=4, dim=8, state=16, conv_width=0),
+        dataclasses.replace(SPEC, dim=7),
+        dataclasses.replace(SPEC, conv_width=WIDTH),
+    ],
+    ids=lambda spec: f"{spec.family} dim={spec.dim} conv_width={spec.conv_width}",
+)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=interpreted)])
+def test_a_warmup_skips_pools_that_are_not_served(backend, spec, rng):
+    """Whatever the examples, which are those of a served pool: an engine gives them to each."""
+    example = Step(rng)
+    pool = StatePool(spec, [2], 3, capacity=3, max_window=2)
+    pool.bind(2, **layer_weights(spec, rng))
+    before = example.conv.states.clone()
+    for conv in (example.conv, dataclasses.replace(example.conv, weight=None)):
+        ops.warmup(
+            HostPlanner(pool), BUCKET, inputs=[], convolved=[(conv, example.gates)],
+            backend=backend,
+        )  # fmt: skip
+    assert torch.equal(example.conv.states, before)
+
+
+def test_a_warmup_refuses_wrong_examples_of_served_pools(rng):
+    """Where a step is skipped as well: which are depends on the bucket."""
+    step = Step(rng)
+    planner = HostPlanner(step.pool)
+
+    def warm(gates=step.gates, options=None, **changes):
+        example = dataclasses.replace(step.conv, **changes), gates
+        ops.warmup(planner, BUCKET, convolved=[example], backend="torch", **(options or {}))
+
+    for options in ({}, {"window": 2}, {"direct": True}):
+        for name in ("weights of one tap", "no weights", "x of another type", "slots one short"):
+            field, value = WRONG[name]
+            with pytest.raises(InputError, match=f"^{field}{MESSAGE}"):
+                warm(options=options, **{field: value})
+        with pytest.raises(InputError, match=r"^b: got NoneType"):
+            warm({"a": step.gates["a"]}, options)
+        warm(options=options)
+
+
 @interpreted
 def test_a_bucket_that_one_kernel_serves(rng):
     pytest.importorskip("triton")
@@ -166,6 +238,32 @@ def test_a_bucket_that_one_kernel_serves(rng):
     assert large
 
 
+@interpreted
+@pytest.mark.parametrize("planner", ["host", "device"])
+def test_memory_that_the_kernels_keep(planner, rng):
+    """Of each bucket once, weights and scales of rows and the line; another planner has its own."""
+    pytest.importorskip("triton")
+    from replayinfer.kernels.launch.lookup import forced
+
+    def size(bucket):
+        return 4 * bucket * (SPEC.heads * (2 * 16 + 4) + CHANNELS)
+
+    step = Step(rng, backend="triton", planner=planner)
+    held = step.pool.nbytes
+    assert ops.scratch_bytes(step.planner) == 0
+    with forced(fused=None):
+        for _ in range(2):
+            step.run()
+            assert ops.scratch_bytes(step.planner) == size(BUCKET)
+            ops.commit(step.planner, step.plan, backend="triton")
+            step.again()
+        example = step.conv, step.gates
+        ops.warmup(step.planner, 5, inputs=[], convolved=[example], backend="triton")
+    assert ops.scratch_bytes(step.planner) == size(BUCKET) + size(5)
+    assert step.pool.nbytes == held
+    assert ops.scratch_bytes(Step(rng).planner) == 0
+
+
 def test_wrong_orders(rng):
     step = Step(rng, fold=False)
     step.refuses(PlanError, "^convolved_readout: got a plan")
@@ -173,6 +271,52 @@ def test_wrong_orders(rng):
     step.run()
     ops.commit(step.planner, step.plan)
     step.refuses(PlanError, "^convolved_readout: got a plan")
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+@pytest.mark.parametrize("planner", ["host", "device"])
+def test_a_second_time_in_a_step(planner, end, rng):
+    """The windows would move twice; a plain readout may come again, before or after."""
+    step = Step(rng, planner=planner)
+    dims = {"q": (2, 16), "k": (2, 16), "v": (4, 8)}
+    tokens = {n: torch.randn(BUCKET, 1, *dims[n], generator=rng) for n in dims}
+
+    def plain():
+        for _ in range(2):
+            ops.readout(step.pool, step.plan, 2, backend="torch", **tokens, **step.gates)
+
+    plain()
+    step.refuses(InputError, f"^x{MESSAGE}", x=step.conv.x[:2])  # which is no call
+    before = step.conv.states.clone()
+    step.run()
+    moved = step.conv.states.clone()
+    assert not torch.equal(moved, before)
+    match = "^convolved_readout: got layer 2 a second time .*; allowed once, .*; keep its output"
+    for _ in range(2):
+        step.refuses(PlanError, match)
+    plain()
+    step.refuses(PlanError, match)
+    ops.warmup(step.planner, 2, convolved=[(step.conv, step.gates)], backend="torch")
+    assert torch.equal(step.conv.states, moved)
+    if end == "commit":
+        ops.commit(step.planner, step.plan)
+    else:
+        step.planner.abort(step.plan)
+    step.again()
+    step.run()
+    assert not torch.equal(step.conv.states, moved)
+
+
+def test_a_capture_after_a_run(rng, monkeypatch):
+    """It moves no window before the graph is replayed, which calls nothing of this."""
+    step = Step(rng)
+    captures = [False, True, False, True]
+    monkeypatch.setattr(ops, "_capturing", lambda pool: captures.pop(0))
+    for _ in range(2):
+        step.run()
+    for _ in range(2):
+        step.refuses(PlanError, "^convolved_readout: got layer 2 a second time")
+    assert not captures
 
 
 def test_it_counts_as_the_run_of_its_layer(rng):

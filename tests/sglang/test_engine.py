@@ -14,6 +14,7 @@ RETRACT = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "10"}
 # Small batches take one kernel, which does not convolve; the shim prints what the two are given.
 FORCED = {"TEST_TWO_KERNELS": "1"}
 MARK = "two kernels: "
+NORMS = "gated norms: "
 
 
 def serve(models, model: str, cache: str, *, short: bool = False, **environment: str):
@@ -88,9 +89,9 @@ def test_retracted_requests_go_on(models, model):
     require_equal(theirs, ours, *GROUPS)
 
 
-def taken(log: str) -> list[str]:
-    """The kinds of convolved readouts that ran, by the shim."""
-    return [line.partition(MARK)[2] for line in log.splitlines() if MARK in line]
+def taken(log: str, mark: str = MARK) -> list[str]:
+    """The kinds of convolved readouts that ran, or of norms, by the shim."""
+    return [line.partition(mark)[2] for line in log.splitlines() if mark in line]
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,7 @@ def taken(log: str) -> list[str]:
 def test_projections_go_to_the_kernel_before_the_readout(models, model, axes):
     theirs, ours, log = serve(models, model, "extra_buffer", short=True, **FORCED)
     assert taken(log) == [f"x of {axes} axes, with z"]
+    assert taken(log, NORMS) == ["silu of 16 channels"]
     require_equal(theirs, ours, "alone", "again", "together")
     require_prefixes(theirs, ours, 192)
     counts = replayed(log)

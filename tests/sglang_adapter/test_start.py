@@ -64,6 +64,17 @@ def test_unsupported_arguments_are_refused_in_one_line(name):
     assert "; allowed " in said
 
 
+@pytest.mark.parametrize("backend", ["full", "breakable", "disabled"])
+def test_prefill_graphs_that_leave_no_room_for_folds(backend):
+    """A full one goes past `init_forward_metadata`, where live sequences are folded."""
+    graphs = given(cuda_graph_config=namespace(prefill=namespace(backend=backend)))
+    if backend == "full":
+        with pytest.raises(UnsupportedError, match=r"--cuda-graph-backend-prefill breakable"):
+            arguments.require_supported(graphs)
+    else:
+        arguments.require_supported(graphs)
+
+
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "NGRAM"])
 def test_chains_of_drafts_are_served_within_the_capacity(algorithm):
     chains = given()

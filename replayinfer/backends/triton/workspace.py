@@ -7,11 +7,10 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import InputError
-from ...planner.plan import PlanArrays
 from ...pools import StatePool
+from ..scratch import scratch
 
 __all__ = [
     "FoldArrays",
@@ -23,27 +22,6 @@ __all__ = [
     "scratch",
     "single_fold",
 ]
-
-
-# Of a plan buffer: by name, shape and type. The memory goes with the buffer.
-_scratch = WeakIdKeyDictionary()
-
-
-def scratch(
-    arrays: PlanArrays, name: str, *shape: int, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """A tensor of a plan buffer, at an address that never moves; zeros when it is new.
-
-    Steps that share a plan buffer run one after another, so they can share scratch memory; steps of
-    two planners may overlap on two streams.
-    """
-    owner = arrays.window
-    tensors = _scratch.setdefault(owner, {})
-    key = (name, shape, dtype)
-    if key not in tensors:
-        tensors[key] = torch.zeros(shape, device=owner.device, dtype=dtype)
-    tensor: torch.Tensor = tensors[key]
-    return tensor
 
 
 def bit_planes(pool: StatePool, layers: int | slice) -> tuple[torch.Tensor, torch.Tensor | None]:
