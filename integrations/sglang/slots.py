@@ -166,6 +166,11 @@ class SlotReplay:
         lent = self.pool.checkpoints.nbytes
         return self.pool.nbytes - lent - weights + self._plain.nbytes
 
+    @property
+    def scratch_nbytes(self) -> int:
+        """Device bytes that kernels hold so far between their launches, for each batch size."""
+        return sum(map(replayinfer.ops.scratch_bytes, (self.planner, self._forcing)))
+
     # A decode step ----------------------------------------------------------------------------
 
     def begin(self, slots: torch.Tensor, *, verify: bool = False) -> None:

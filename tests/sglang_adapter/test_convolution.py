@@ -329,3 +329,24 @@ def test_windows_that_are_not_ours(activations, across):
     ours = not across and "gelu" not in activations
     found = convolution.windows(states, namespace(modules=modules))
     assert found == (torch.bfloat16 if ours else None)
+
+
+def test_scratch_memory_is_counted(rng):
+    """What the prepass hands to the readout, for each batch size that was run."""
+    server = Convolving(rng, backend="triton")
+    server.clear(2, 5)
+    assert server.replay.scratch_nbytes == 0
+    held = []
+    for order in ([2], [2, 5]):
+        with forced(fused=None):
+            server.replay.begin(torch.tensor(order, dtype=torch.int32))
+            for layer in LAYERS:
+                parts = project(rng, order)
+                line = join(parts[:3], by_head=False)
+                slots = torch.tensor(order, dtype=torch.int32)
+                server.decode_from(layer, slots, line, parts[5].flatten(1), parts[4].flatten(1))
+        server.replay.finish()
+        held.append(server.replay.scratch_nbytes)
+    line = CHANNELS * server.replay.pool.dtype.itemsize
+    assert held[0] >= line
+    assert held[1] >= held[0] + 2 * line
