@@ -53,6 +53,14 @@ def gated_norm(
     ------
     InputError
         A shape, dtype, device, `eps` or activation is none of these; nothing was written.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from replayinfer import ops
+    >>> y, z = torch.randn(2, 4, 16, 128)  # of a readout, and of the layer's projection
+    >>> ops.gated_norm(y, z, torch.ones(128), eps=1e-6, out=y).shape
+    torch.Size([4, 16, 128])
     """
     dims = ("batch", "heads", "dim")
     check_tensor("x", x, shape=(None, None, None), dims=dims, dtypes=GATE_DTYPES, device=x.device)

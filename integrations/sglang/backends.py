@@ -1,10 +1,10 @@
 """Subclasses of SGLang's linear-attention backends whose decode is replayed.
 
-Prefill, the tracking of prefixes and most of what lies beside the recurrence stay SGLang's. Ours are
-the decode of the recurrence, its verify of draft chains, and a fold before anything that reads a
-state: an extend of live sequences, and the copies into track slots of ``extra_buffer``. Of a decode
-of Gated DeltaNet the convolution is ours as well (`convolution`), and of both delta rules the gated
-norm (`norms`).
+Prefill, the tracking of prefixes and most of what lies beside the recurrence stay SGLang's. Ours
+are the decode of the recurrence, its verify of draft chains, and a fold before anything that reads
+a state: an extend of live sequences, and the copies into track slots of ``extra_buffer``. Of a
+decode of Gated DeltaNet the convolution is ours as well (`convolution`), and of both delta rules
+the gated norm (`norms`).
 """
 
 from __future__ import annotations
