@@ -10,6 +10,7 @@ import torch
 from .errors import InputError, UnsupportedError
 
 __all__ = [
+    "capturing",
     "check_tensor",
     "describe_dtypes",
     "dtype_name",
@@ -48,6 +49,11 @@ def usable_device(device: torch.device | str) -> torch.device:
             f"device: got {device!r}; allowed a device that this torch can use; torch says: "
             f"{reason}"
         ) from None
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether what is launched there now goes into a CUDA graph instead of running."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def check_tensor(

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from .backends import Backend, ShiftedConvolution, scratch_bytes, select, why_not_convolved
-from .checks import check_tensor
+from .checks import capturing, check_tensor
 from .errors import InputError, PlanError, UnsupportedError
 from .gating import gated_norm
 from .operands import (
@@ -199,7 +199,7 @@ def convolved_readout(
             "would miss the token; allowed conv_width=0, where an engine keeps the windows; call "
             "conv_update and readout, or make the spec so"
         )
-    run = layer, _capturing(pool)
+    run = layer, capturing(pool.device)
     if run in plan.layers_convolved:
         raise PlanError(
             f"convolved_readout: got layer {layer} a second time in a step; allowed once, since it "
@@ -384,7 +384,7 @@ def warmup(
     """
     pool = planner.pool
     chosen = select(backend, pool)
-    if _capturing(pool):
+    if capturing(pool.device):
         raise PlanError(
             "warmup: got a stream that captures a CUDA graph; allowed before the capture, which "
             "must not load kernels; warm up first"
@@ -417,11 +417,6 @@ def _check_recode(pool: StatePool, pages: torch.Tensor, chosen: torch.Tensor) ->
         "chosen", chosen, shape=(pages.shape[0],), dims=("n",), dtypes=(torch.bool,),
         device=pool.device,
     )  # fmt: skip
-
-
-def _capturing(pool: StatePool) -> bool:
-    """Whether what is launched now goes into a CUDA graph instead of running."""
-    return pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _require_folded(pool: StatePool, plan: Plan, action: str) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 
-from ..checks import dtype_name
+from ..checks import capturing, dtype_name
 from ..errors import InputError, PlanError, UnsupportedError
 from ..pools import StatePool
 from .arguments import flag_array, window_array
@@ -58,7 +58,7 @@ def check_array(
 
 def require_no_capture(pool: StatePool, name: str) -> None:
     """A graph would replay the upload of what a host array held at capture."""
-    if pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing(pool.device):
         raise PlanError(
             f"{name}: got values on the host while the stream captures a CUDA graph; allowed a "
             "tensor on the device, since a graph would replay these; write new values into it "

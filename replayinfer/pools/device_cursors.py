@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..checks import capturing
 from ..errors import PlanError
 from .cursors import SlotArray
 from .pages import IdArray
@@ -191,7 +192,7 @@ class DeviceCursors:
         pool, cur = self._pool, self._pool.cursors
         if not self.ahead or not slots.size:
             return
-        if pool.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if capturing(pool.device):
             raise PlanError(
                 "pool: got a call that reads the device's cursors while the stream captures a CUDA "
                 "graph; allowed outside; fork, roll back and read between steps"

@@ -311,7 +311,7 @@ def test_a_capture_after_a_run(rng, monkeypatch):
     """It moves no window before the graph is replayed, which calls nothing of this."""
     step = Step(rng)
     captures = [False, True, False, True]
-    monkeypatch.setattr(ops, "_capturing", lambda pool: captures.pop(0))
+    monkeypatch.setattr(ops, "capturing", lambda device: captures.pop(0))
     for _ in range(2):
         step.run()
     for _ in range(2):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .gates import sigmoid, silu
+
 __all__ = ["gated_norm"]
 
 
@@ -18,5 +20,4 @@ def gated_norm(
     """Into `out`, which may be `x`."""
     wide, gate = x.float(), z.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()
-    scale = torch.sigmoid(gate)
-    out.copy_(wide * (gate * scale if activation == "silu" else scale))
+    out.copy_(wide * (silu(gate) if activation == "silu" else sigmoid(gate)))

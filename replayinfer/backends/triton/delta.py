@@ -12,8 +12,9 @@ from ...planner import Plan
 from ...pools import StatePool
 from ..base import ShiftedConvolution
 from ..convolved import split_line
+from ..scratch import scratch
 from .delta_fold import fold
-from .workspace import config, has_pdl, require_pairs, scratch
+from .workspace import config, has_pdl, require_pairs
 
 __all__ = ["convolved_readout", "fold", "readout", "verify"]
 

@@ -9,7 +9,8 @@ import torch
 
 from ...planner.plan import PlanArrays
 from ...pools import StatePool
-from .workspace import FoldArrays, bit_planes, config, processors, scratch
+from ..scratch import scratch
+from .workspace import FoldArrays, bit_planes, config, processors
 
 __all__ = ["fold"]
 

@@ -10,6 +10,7 @@ import torch
 from ...planner import Plan
 from ...planner.plan import PlanArrays
 from ...pools import StatePool
+from ..scratch import scratch
 from .workspace import (
     FoldArrays,
     bit_planes,
@@ -17,7 +18,6 @@ from .workspace import (
     has_pdl,
     processors,
     require_pairs,
-    scratch,
 )
 
 __all__ = ["fold", "readout", "verify"]

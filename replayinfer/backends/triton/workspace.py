@@ -10,7 +10,6 @@ import torch
 
 from ...errors import InputError
 from ...pools import StatePool
-from ..scratch import scratch
 
 __all__ = [
     "FoldArrays",
@@ -19,7 +18,6 @@ __all__ = [
     "has_pdl",
     "processors",
     "require_pairs",
-    "scratch",
     "single_fold",
 ]
 
